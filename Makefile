@@ -22,7 +22,7 @@ help:
 
 # Everything is installed anew only when one of these files changed, or when an earlier try failed.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[dev]'
 	touch $@
 
@@ -40,7 +40,7 @@ lint: $(STAMP)
 	$(PY) -m mypy
 
 docs: $(STAMP)
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 wheel: $(STAMP)
 	$(PY) scripts/check_wheel.py
