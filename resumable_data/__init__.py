@@ -1,0 +1,40 @@
+"""The PyTorch data loader that survives being killed: the resumed run is the same run, bit for bit."""
+
+from resumable_data.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointLimitError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSecurityError,
+    CheckpointWriteError,
+    RankDisagreementError,
+    ResumableDataError,
+    RNGRestoreError,
+    StaleIteratorError,
+    StateError,
+    StateMismatchError,
+    StateVersionError,
+)
+from resumable_data.loader import ResumableLoader
+from resumable_data.rng import capture_rng_state, restore_rng_state
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointLimitError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointSecurityError",
+    "CheckpointWriteError",
+    "RNGRestoreError",
+    "RankDisagreementError",
+    "ResumableDataError",
+    "ResumableLoader",
+    "StaleIteratorError",
+    "StateError",
+    "StateMismatchError",
+    "StateVersionError",
+    "capture_rng_state",
+    "restore_rng_state",
+]

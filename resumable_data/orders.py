@@ -1,0 +1,226 @@
+"""An epoch's global order: position -> index.
+
+An ``Order`` belongs to a loader and answers for any epoch; an ``EpochOrder`` is one epoch of it. The two
+built-in orders are functions of (n, seed, epoch) and cost no memory. Orders that come from outside are read
+into an array and digested, so that a resumed run can tell whether it is given the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import DistributedSampler
+
+from resumable_data.draws import GeneratorDraws
+from resumable_data.permutation import Permutation
+
+Indices = npt.NDArray[np.int64]
+
+
+class EpochOrder(Protocol):
+    """One epoch's order."""
+
+    def take(self, first: int, count: int, stride: int) -> Indices:
+        """What stands at positions first, first + stride, ...; positions past the end repeat the start.
+
+        Args:
+            first: First position, >= 0.
+            count: How many, >= 0. Shape of the result: (count,).
+            stride: Distance between positions, >= 1.
+        """
+        ...
+
+
+class Order:
+    """What all orders share; a subclass says how an epoch is read.
+
+    Args:
+        length: Positions in an epoch's global order.
+        real: How many of them are dataset positions rather than a sampler's own padding.
+        draws: The user's generators that torch's loader would draw from in every pass, if any.
+    """
+
+    name = ""
+    #: Whether any epoch can be had at any time; a stream of draws only goes forward.
+    random_access = True
+    #: Whether the order comes from outside and is digested.
+    digested = False
+
+    def __init__(self, length: int, real: int, draws: GeneratorDraws | None = None) -> None:
+        self.length = length
+        self.real = real
+        self.draws = draws
+        self._digest = _RunningDigest()
+
+    def look(self, epoch: int, seed: int) -> EpochOrder:
+        """The epoch's order; moves nothing, also not the user's generators."""
+        raise NotImplementedError
+
+    def open(self, epoch: int, seed: int) -> EpochOrder:
+        """The epoch's order for a pass that begins now: the draws of the epoch are made if they were not."""
+        if self.draws is not None:
+            self.draws.open()
+        return self.look(epoch, seed)
+
+    def close(self) -> None:
+        """The epoch that was opened last is over."""
+        if self.draws is not None:
+            self.draws.close()
+
+    def digest(self, epoch: int, samples: int, seed: int) -> str:
+        """32 hex digits that stand for the epoch's first ``samples`` indices; "" for a built-in order."""
+        if not self.digested:
+            return ""
+        return self._digest.of(lambda: self.look(epoch, seed), epoch, samples)
+
+    def digest_of(self, order: EpochOrder, samples: int) -> str:
+        """``digest`` of an order at hand."""
+        return _RunningDigest().of(lambda: order, 0, samples)
+
+    def forget(self) -> None:
+        """Begin the digest anew: the epochs now mean other orders than before (a state was loaded)."""
+        self._digest = _RunningDigest()
+
+    def told(self) -> int | None:
+        """The epoch the user has announced to the sampler itself since ``announce``, if any."""
+        return None
+
+    def announce(self, epoch: int) -> None:
+        """Tell the user's sampler which epoch this is."""
+
+
+class Sequential(Order):
+    """0, 1, 2, ..."""
+
+    name = "sequential"
+
+    def look(self, epoch: int, seed: int) -> EpochOrder:
+        """See the base class."""
+        return _Computed(self.length, lambda positions: positions)
+
+
+class Shuffled(Order):
+    """``shuffled.v1``: the permutation keyed by (n, seed, epoch)."""
+
+    name = "shuffled.v1"
+    _latest: tuple[int, int, _Computed] | None = None
+
+    def look(self, epoch: int, seed: int) -> EpochOrder:
+        """See the base class."""
+        if self._latest is None or self._latest[:2] != (epoch, seed):
+            permutation = Permutation(self.length, seed, epoch)
+            self._latest = (epoch, seed, _Computed(self.length, permutation.take))
+        return self._latest[2]
+
+
+class Distributed(Order):
+    """A ``torch.utils.data.DistributedSampler``'s own order, padding and arithmetic, bit for bit.
+
+    Args:
+        sampler: The user's; its epoch is set for the user and otherwise left alone.
+    """
+
+    name = "distributed"
+    digested = True
+
+    def __init__(self, sampler: DistributedSampler[int], draws: GeneratorDraws | None = None) -> None:
+        # torch's annotation of the attribute is Dataset; the sampler itself only ever takes its length
+        self._size = len(sampler.dataset)  # type: ignore[arg-type]  # see the line above
+        super().__init__(sampler.total_size, min(sampler.total_size, self._size), draws)
+        self._sampler = sampler
+        self._announced = sampler.epoch
+        self._latest: tuple[int, Stored] | None = None
+
+    def look(self, epoch: int, seed: int) -> EpochOrder:
+        """See the base class. Costs one ``randperm`` of the dataset's size the first time in an epoch."""
+        if self._latest is None or self._latest[0] != epoch:
+            self._latest = (epoch, Stored(self._read(epoch)))
+        return self._latest[1]
+
+    def _read(self, epoch: int) -> Indices:
+        theirs = self._sampler
+        # one replica of one: torch's own code, without its padding and its dealing out
+        whole: DistributedSampler[int] = DistributedSampler(
+            range(self._size),  # type: ignore[arg-type]  # anything with a length serves
+            num_replicas=1,
+            rank=0,
+            shuffle=theirs.shuffle,
+            seed=theirs.seed,
+        )
+        whole.set_epoch(epoch)
+        order = np.fromiter(whole, dtype=np.int64, count=self._size)
+        return np.resize(order, self.length)  # cuts, or repeats from the start, as torch pads
+
+    def told(self) -> int | None:
+        """See the base class."""
+        return None if self._sampler.epoch == self._announced else self._sampler.epoch
+
+    def announce(self, epoch: int) -> None:
+        """See the base class."""
+        self._sampler.set_epoch(epoch)
+        self._announced = epoch
+
+
+class Generated(Order):
+    """torch's own stream of draws: a ``RandomSampler`` over a generator of the user's."""
+
+    name = "generator"
+    random_access = False
+    digested = True
+
+    def __init__(self, draws: GeneratorDraws) -> None:
+        super().__init__(draws.length, draws.length, draws)
+        self._own = draws
+
+    def look(self, epoch: int, seed: int) -> EpochOrder:
+        """See the base class."""
+        return Stored(self._own.order())
+
+
+class _Computed:
+    """An order that is a function of the position."""
+
+    def __init__(self, length: int, function: Callable[[Indices], Indices]) -> None:
+        self._length = length
+        self._function = function
+
+    def take(self, first: int, count: int, stride: int) -> Indices:
+        positions = np.arange(first, first + count * stride, stride, dtype=np.int64)
+        if count and first + (count - 1) * stride >= self._length:
+            positions %= self._length
+        return self._function(positions)
+
+
+class Stored:
+    """An order that was read into an array."""
+
+    def __init__(self, indices: Indices) -> None:
+        self._indices = indices
+
+    def take(self, first: int, count: int, stride: int) -> Indices:
+        """See ``EpochOrder``."""
+        last = first + (count - 1) * stride
+        if count and last >= len(self._indices):
+            return np.take(self._indices, np.arange(first, last + 1, stride), mode="wrap")
+        return self._indices[first : last + 1 : stride] if count else self._indices[:0]
+
+
+class _RunningDigest:
+    """SHA-256 over little-endian int64 indices, extended as the epoch goes on rather than begun anew."""
+
+    def __init__(self) -> None:
+        self._at: tuple[int, int] = (-1, 0)
+        self._hash = hashlib.sha256()
+
+    def of(self, order: Callable[[], EpochOrder], epoch: int, samples: int) -> str:
+        if self._at[0] != epoch or self._at[1] > samples:
+            self._at, self._hash = (epoch, 0), hashlib.sha256()
+        if self._at[1] < samples:
+            fresh = order().take(self._at[1], samples - self._at[1], 1)
+            self._hash.update(np.ascontiguousarray(fresh, dtype="<i8").tobytes())
+            self._at = (epoch, samples)
+        return self._hash.hexdigest()[:32]
