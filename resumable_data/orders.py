@@ -132,7 +132,7 @@ class Distributed(Order):
         self._size = len(sampler.dataset)  # type: ignore[arg-type]  # see the line above
         super().__init__(sampler.total_size, min(sampler.total_size, self._size), draws)
         self._sampler = sampler
-        self._announced = sampler.epoch
+        self._announced = 0  # so that an epoch the user set before building the loader is found
         self._latest: tuple[int, Stored] | None = None
 
     def look(self, epoch: int, seed: int) -> EpochOrder:
