@@ -16,9 +16,9 @@ MAX_LINES = 400
 # Lowest floor first. Within a floor a module imports only from the modules listed before it. The package's
 # own __init__ is PACKAGE, a subpackage's is the subpackage's name. Not every listed module exists already.
 FLOORS: list[list[str]] = [
-    ["errors", "state", "splitmix", "cursor", "plan"],
-    ["permutation", "seeding", "orders", "rng"],
-    ["fetch", "engines", "views", "loader"],
+    ["errors", "state", "splitmix", "plan", "cursor"],
+    ["permutation", "seeding", "draws", "orders", "rng_values", "rng_streams", "rng"],
+    ["fetch", "engines", "options", "resume", "passes", "run", "views", "attributes", "loader"],
     [
         "checkpoint.atomic",
         "checkpoint.layout",
@@ -53,7 +53,7 @@ OUTSIDE: list[set[str] | None] = [
 ]
 # Floors that know nothing of loaders, and the modules among theirs that may name torch's samplers.
 NO_LOADERS = {1, 3}
-SAMPLERS_ALLOWED = {"orders"}
+SAMPLERS_ALLOWED = {"draws", "orders"}
 
 PLACE = {name: (floor, place) for floor, names in enumerate(FLOORS) for place, name in enumerate(names)}
 
