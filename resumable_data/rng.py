@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,8 +134,51 @@ def restore_rng_state(
         TypeError: A generator of a kind that cannot be restored.
         ValueError: `rank` and `world_size` that do not fit together.
     """
+    plan = plan_rng_restore(
+        state, generators=generators, strict=strict, rank=rank, world_size=world_size, stacklevel=3
+    )
+    plan.apply()
+    return plan.report
+
+
+@dataclass(frozen=True)
+class RNGPlan:
+    """A validated state, not yet set.
+
+    Attributes:
+        report: What `apply` will have done.
+        changes: One for each stream.
+    """
+
+    report: RNGReport
+    changes: tuple[Change, ...]
+
+    def apply(self) -> None:
+        """Set every stream, or raise RNGRestoreError with every stream as it was when the plan was made."""
+        _apply(self.changes)
+
+    def undo(self) -> None:
+        """Put every stream back to what it was when the plan was made, or raise RNGRestoreError."""
+        lost = _put_back(self.changes)
+        if lost:
+            raise RNGRestoreError(f"RNG streams that could not be put back: {', '.join(lost)}")
+
+
+def plan_rng_restore(
+    state: Mapping[str, Any],
+    *,
+    generators: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    rank: int | None = None,
+    world_size: int | None = None,
+    stacklevel: int = 2,
+) -> RNGPlan:
+    """The first half of `restore_rng_state`: validate, warn, change nothing; arguments and errors are its.
+
+    For callers that restore other things too, and want to know that all can be before any is.
+    """
     given = checked_generators(generators)
-    _check_head(state, *_whose(rank, world_size))
+    _check_head(state, *_whose(rank, world_size), stacklevel + 1)
     skipped: dict[str, str] = {}
     changes = [
         plan_python(random, state["python"], "python"),
@@ -147,12 +190,13 @@ def restore_rng_state(
     changes += plan_generators(given, state["generators"], strict, skipped)
     if skipped:  # before anything is set: a filter may turn the warning into an error
         what = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-        warnings.warn(f"RNG streams not restored: {what}. Draws from them will differ.", stacklevel=2)
-    _apply(changes)
-    return RNGReport(tuple(change.name for change in changes), skipped)
+        warnings.warn(
+            f"RNG streams not restored: {what}. Draws from them will differ.", stacklevel=stacklevel
+        )
+    return RNGPlan(RNGReport(tuple(change.name for change in changes), skipped), tuple(changes))
 
 
-def _apply(changes: list[Change]) -> None:
+def _apply(changes: Sequence[Change]) -> None:
     """Set the validated streams; on any failure, an interrupt included, put all of them back."""
     begun: list[Change] = []
     try:
@@ -170,7 +214,7 @@ def _apply(changes: list[Change]) -> None:
         ) from error
 
 
-def _put_back(changes: list[Change]) -> list[str]:
+def _put_back(changes: Sequence[Change]) -> list[str]:
     """Undo each change; the names of those whose undoing failed as well."""
     lost = []
     for change in reversed(changes):
@@ -207,7 +251,7 @@ def _ambient_rank() -> tuple[int, int]:
     return int(texts["RANK"]), int(texts["WORLD_SIZE"])
 
 
-def _check_head(state: Any, rank: int, world_size: int) -> None:
+def _check_head(state: Any, rank: int, world_size: int, stacklevel: int) -> None:
     if not isinstance(state, Mapping):
         refuse("state", f"found a {type(state).__name__}", "the dict that capture_rng_state gave")
     if state.get("schema") != SCHEMA:
@@ -231,7 +275,7 @@ def _check_head(state: Any, rank: int, world_size: int) -> None:
             f"RNG state of rank {rank} was captured in a job of {state['world_size']} processes and is "
             f"restored in one of {world_size}: this rank continues its own streams; ranks that are new have "
             "none to continue.",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 

@@ -1,0 +1,328 @@
+"""The commit protocol for files: a temp beside the target, fsync, rename, fsync of the directory.
+
+Every system call that changes the disk goes through one `FsOps` object, so that tests can make each of them
+fail. A `Commit` writes any number of temps and renames them one by one; whatever has not been renamed when
+it ends, by whatever exception, is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from resumable_data.checkpoint.saveable import prepare
+from resumable_data.checkpoint.temps import is_dead, temp_name
+from resumable_data.errors import CheckpointWriteError
+
+_BUFFER = 256 * 1024  # small writes are gathered up to this many bytes
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # what file systems without directory fsync answer
+_warned_directories: set[str] = set()
+
+
+class FsOps:
+    """The system calls of a save, one method each; tests inject one that fails at a chosen call."""
+
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+        """A file descriptor; the mode is subject to the umask."""
+        return os.open(path, flags, mode)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """Bytes written, possibly fewer than given."""
+        return os.write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        """Force a file's bytes to the disk; after a failure the file must be given up, not synced again."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Give a descriptor back; network file systems report late write errors here."""
+        os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file within its directory, replacing the target in one step."""
+        Path(source).replace(target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a file."""
+        Path(path).unlink()
+
+    def listdir(self, path: str) -> list[str]:
+        """Names in a directory, in no order."""
+        return [entry.name for entry in Path(path).iterdir()]
+
+    def dirsync(self, path: str) -> None:
+        """Force a directory's entries, hence the renames in it, to the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+FS = FsOps()
+
+
+class Sink:
+    """A file that `torch.save` writes to: counts, hashes, completes short writes and never raises.
+
+    An exception must not pass through torch's C++ frames, where its errno is lost. So the first one is kept,
+    the bytes after it are counted but not written, and `close` raises it.
+    """
+
+    def __init__(self, ops: FsOps, fd: int) -> None:
+        self.size = 0
+        self.error: BaseException | None = None
+        self._ops, self._fd = ops, fd
+        self._hash = hashlib.sha256()
+        self._buffer = bytearray()
+
+    def write(self, data: Any) -> int:
+        """Take all of `data`; memoryviews are used during the call only, as torch requires."""
+        view = memoryview(data).cast("B")
+        try:
+            self.size += len(view)
+            if self.error is None:
+                if len(self._buffer) + len(view) > _BUFFER:
+                    self._drain()
+                if len(view) > _BUFFER:
+                    self._put(view)
+                else:
+                    self._buffer += view
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by `close`; see the class
+            self.error = error
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing: `close` drains the buffer and syncs; torch.save calls this at its end."""
+
+    def finish(self) -> str:
+        """Drain and fsync; the sha256 of all bytes, in hex. Raises what `write` met."""
+        if self.error is not None:
+            raise self.error
+        self._drain()
+        self._ops.fsync(self._fd)
+        return self._hash.hexdigest()
+
+    def _drain(self) -> None:
+        data = bytes(self._buffer)
+        self._buffer.clear()
+        self._put(memoryview(data))
+
+    def _put(self, view: memoryview) -> None:
+        self._hash.update(view)
+        while len(view):
+            view = view[self._ops.write(self._fd, view) :]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A temp on the disk, synced: its final name, its path, its bytes and their sha256 in hex."""
+
+    name: str
+    temp: Path
+    size: int
+    sha256: str
+
+
+class Commit:
+    """Temps of one save; a context manager that removes those not renamed and gives OSErrors their name.
+
+    Args:
+        directory: Where temps and targets are; must exist.
+        ops: The system calls.
+
+    Raises:
+        CheckpointWriteError: For every OSError inside the block, with its errno, the path, and the bytes
+            that the save needs and the file system has left.
+    """
+
+    def __init__(self, directory: Path, ops: FsOps = FS) -> None:
+        self.directory = directory
+        self._ops = ops
+        self._temps: set[Path] = set()
+        self._needed = 0
+
+    def __enter__(self) -> Commit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for temp in self._temps:
+            # one that cannot be removed is swept by the next save; the first error is the one to report
+            with contextlib.suppress(OSError):
+                self._ops.unlink(str(temp))
+        if isinstance(error, OSError) and not isinstance(error, CheckpointWriteError):
+            raise write_error(error, self.directory, needed=self._needed or None) from error
+
+    def write(self, name: str, produce: Callable[[Sink], None]) -> Written:
+        """Write a temp for the file `name`, sync and close it."""
+        temp = self.directory / temp_name(name)
+        fd = self._ops.open(str(temp), _CREATE, 0o666)
+        self._temps.add(temp)
+        sink = Sink(self._ops, fd)
+        try:
+            try:
+                produce(sink)
+            finally:
+                self._needed += sink.size
+            sha256 = sink.finish()
+        except BaseException:
+            with contextlib.suppress(OSError):  # the error under way is the one to report
+                self._ops.close(fd)
+            raise
+        self._ops.close(fd)
+        return Written(name, temp, sink.size, sha256)
+
+    def rename(self, written: Written) -> Path:
+        """Give a temp its final name; visible at once, durable after `sync`."""
+        target = self.directory / written.name
+        self._ops.rename(str(written.temp), str(target))
+        self._temps.discard(written.temp)
+        return target
+
+    def sync(self) -> None:
+        """Make the renames so far durable."""
+        sync_directory(self.directory, self._ops)
+
+
+def sync_directory(directory: Path, ops: FsOps) -> None:
+    """Fsync a directory; where its file system has no such thing, one warning says what that means."""
+    try:
+        ops.dirsync(str(directory))
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        if str(directory) not in _warned_directories:
+            _warned_directories.add(str(directory))
+            warnings.warn(
+                f"The file system of {directory} cannot sync directories ({error.strerror}): a checkpoint "
+                "survives a killed process, but perhaps not a power cut.",
+                stacklevel=2,
+            )
+
+
+def write_error(error: OSError, path: Path, *, needed: int | None = None) -> CheckpointWriteError:
+    """The CheckpointWriteError for an OSError met while writing below `path`."""
+    free = None
+    with contextlib.suppress(OSError):  # a file system that has gone away has no free space to tell
+        stat = os.statvfs(path if path.is_dir() else path.parent)
+        free = stat.f_bavail * stat.f_frsize
+    where = error.filename if isinstance(error.filename, str) else str(path)
+    name = errno.errorcode.get(error.errno or 0, str(error.errno))
+    space = f" The save needs {needed} bytes, {free} are free." if needed is not None else ""
+    return CheckpointWriteError(
+        f"Could not write {where}: {error.strerror or error} ({name}).{space} The temporary file was removed "
+        "and earlier files are as they were; free space or fix the directory, then save again.",
+        errno=error.errno,
+        path=where,
+        needed=needed,
+        free=free,
+    )
+
+
+def sweep(directory: Path, ops: FsOps, *, ours: Callable[[str], bool], alone: bool) -> None:
+    """Remove temps that writers killed in mid-save have left.
+
+    Args:
+        directory: Where to look.
+        ops: The system calls.
+        ours: Whether a target's name is the caller's business; other temps are left alone.
+        alone: The caller holds the lock under which all such temps are written, so that those of other
+            processes are known to be dead even where they ran on other hosts.
+    """
+    for name in ops.listdir(str(directory)):
+        if is_dead(name, ours=ours, alone=alone):
+            with contextlib.suppress(FileNotFoundError):  # swept by another process meanwhile
+                ops.unlink(str(directory / name))
+
+
+def make_directory(directory: Path, ops: FsOps = FS) -> None:
+    """Create a directory and its parents, each durable in the one above it."""
+    missing = []
+    place = directory
+    while not place.exists():
+        missing.append(place)
+        place = place.parent
+    try:
+        for place in reversed(missing):
+            place.mkdir(exist_ok=True)
+            sync_directory(place.parent, ops)
+        if not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+    except OSError as error:
+        raise write_error(error, directory) from error
+
+
+def atomic_torch_save(state: Any, path: str | os.PathLike[str]) -> None:
+    """`torch.save` that leaves the old file or the new one, whole, whenever the machine stops.
+
+    Returns once the file survives a power cut. Parent directories are created; a temp beside the target is
+    removed on every failure, and those of killed writers by the next save of the same path. Views are saved
+    at their own size, tied tensors stay tied. One process writes a path at a time.
+
+    Args:
+        state: Tensors, numbers, strings and bytes in lists, tuples, dicts and sets: what
+            ``torch.load(weights_only=True)`` reads back.
+        path: The file to write or replace.
+
+    Raises:
+        TypeError: Something that could not be read back, by its key path; no file has been made.
+        CheckpointWriteError: The write failed; errno, path, bytes needed and free are set.
+    """
+    ready = prepare(state)
+    _replace(Path(path), lambda sink: torch.save(ready, sink))  # type: ignore[arg-type]  # a file with write
+
+
+def atomic_json_dump(value: Any, path: str | os.PathLike[str]) -> None:
+    """`json.dump` with the guarantees of `atomic_torch_save`: ASCII, one line, one newline at the end.
+
+    Args:
+        value: What JSON can hold: finite numbers, strings, bools, None, lists (tuples come back as lists),
+            dicts with string keys.
+        path: The file to write or replace.
+
+    Raises:
+        TypeError: A value or a dict key that JSON does not have; no file has been made.
+        ValueError: A float that is not finite; no file has been made.
+        CheckpointWriteError: The write failed; errno, path, bytes needed and free are set.
+    """
+    _check_json_keys(value, "value")
+    data = (json.dumps(value, allow_nan=False) + "\n").encode("ascii")
+    _replace(Path(path), lambda sink: _write_all(sink, data))
+
+
+def _write_all(sink: Sink, data: bytes) -> None:
+    sink.write(data)
+
+
+def _check_json_keys(value: Any, path: str) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{path} has the key {key!r}, which JSON would turn into a string")
+            _check_json_keys(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            if isinstance(item, (dict, list, tuple)):
+                _check_json_keys(item, f"{path}[{i}]")
+
+
+def _replace(path: Path, produce: Callable[[Sink], None]) -> None:
+    make_directory(path.parent)
+    with Commit(path.parent) as commit:
+        sweep(path.parent, FS, ours=lambda name: name == path.name, alone=False)
+        commit.rename(commit.write(path.name, produce))
+        commit.sync()

@@ -1,0 +1,189 @@
+"""What a checkpoint passes before a byte of it reaches a model.
+
+In order: the index (size, canonical form, schema, names), the data file opened beside it without following
+links, regular files only, its size, its hash, a zip archive of stored entries without duplicates, and
+``torch.load(weights_only=True)`` from the descriptor that was hashed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import pickle
+import re
+import stat
+import zipfile
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from resumable_data.checkpoint.layout import (
+    MAX_INDEX_BYTES,
+    FileEntry,
+    Index,
+    file_name,
+    parse_index,
+)
+from resumable_data.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointSecurityError,
+)
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO must not hang the open
+_CHUNK = 1 << 20
+# what torch.load raises at bytes that are no checkpoint; MemoryError and the like pass on
+_UNREADABLE = (RuntimeError, EOFError, KeyError, IndexError, TypeError, ValueError, AttributeError)
+
+
+class Fingerprint(NamedTuple):
+    """By which a file that was verified once is known to be still the same file, unchanged."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+
+def fingerprint(result: os.stat_result) -> Fingerprint:
+    """The part of a stat that changes whenever a file's bytes do."""
+    return Fingerprint(result.st_dev, result.st_ino, result.st_size, result.st_mtime_ns, result.st_ctime_ns)
+
+
+def open_regular(directory: int, name: str) -> IO[bytes]:
+    """Open a plain file for reading, relative to an open directory, without following a link.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        CheckpointSecurityError: A link, a FIFO, a device, a socket or a directory.
+        CheckpointCorruptError: The disk cannot read it.
+    """
+    try:
+        fd = os.open(name, _READ, dir_fd=directory)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise CheckpointNotFoundError(f"{name}: no such file") from error
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
+            raise CheckpointSecurityError(f"{name}: {_special(directory, name)}; expected a file") from error
+        if error.errno in (errno.EIO, errno.ESTALE):
+            raise CheckpointCorruptError(f"{name}: cannot be read ({error.strerror})") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointSecurityError(f"{name}: {_special(directory, name)}; expected a file")
+    return os.fdopen(fd, "rb", buffering=0)
+
+
+def _special(directory: int, name: str) -> str:
+    mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    kinds = (
+        (stat.S_ISLNK, "a symbolic link"),
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+    )
+    return next((text for test, text in kinds if test(mode)), "a special file")
+
+
+def read_index(directory: int, step: int, generation: int) -> Index:
+    """The index of a step's data file; errors as `open_regular` and `parse_index` give."""
+    name = file_name(step, generation, "json")
+    with open_regular(directory, name) as file:
+        data = _read_at_most(file, MAX_INDEX_BYTES + 1)
+    if len(data) > MAX_INDEX_BYTES:
+        raise CheckpointCorruptError(f"{name}: larger than {MAX_INDEX_BYTES} bytes, which no index is")
+    return parse_index(data, name)
+
+
+def _read_at_most(file: IO[bytes], limit: int) -> bytes:
+    parts: list[bytes] = []
+    left = limit
+    while left and (part := file.read(min(left, _CHUNK))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def load_verified(directory: int, index: Index) -> tuple[Any, Fingerprint]:
+    """Verify a checkpoint's data file and read it.
+
+    Returns:
+        What was saved, on the CPU, and the fingerprint of the file that was verified.
+
+    Raises:
+        CheckpointNotFoundError: The data file is not there.
+        CheckpointCorruptError: Size, hash or archive are not what was written.
+        CheckpointSecurityError: Not a plain file, or a pickle that asks for more than data.
+    """
+    (entry,) = index.files
+    with open_regular(directory, entry.name) as file:
+        before = fingerprint(os.fstat(file.fileno()))
+        verify_bytes(file, entry)
+        _check_zip(file, entry.name)
+        payload = _load(file, entry.name)
+        if fingerprint(os.fstat(file.fileno())) != before:
+            raise CheckpointCorruptError(f"{entry.name}: changed while it was being read")
+    return payload, before
+
+
+def verify_bytes(file: IO[bytes], entry: FileEntry) -> None:
+    """Compare a file's size, then its sha256, with the index."""
+    size = os.fstat(file.fileno()).st_size
+    if size != entry.size:
+        raise CheckpointCorruptError(
+            f"{entry.name}: {size} bytes, the index says {entry.size}; the file was cut or extended",
+            expected=entry.size,
+            found=size,
+        )
+    digest = hashlib.sha256()
+    buffer = bytearray(_CHUNK)
+    view = memoryview(buffer)
+    file.seek(0)
+    try:
+        while count := file.readinto(buffer):  # type: ignore[attr-defined]  # a raw file has it
+            digest.update(view[:count])
+    except OSError as error:
+        raise CheckpointCorruptError(f"{entry.name}: cannot be read ({error.strerror})") from error
+    if digest.hexdigest() != entry.sha256:
+        raise CheckpointCorruptError(
+            f"{entry.name}: sha256 {digest.hexdigest()}, the index says {entry.sha256}; bytes have changed",
+            expected=entry.sha256,
+            found=digest.hexdigest(),
+        )
+
+
+def _check_zip(file: IO[bytes], name: str) -> None:
+    file.seek(0)
+    if file.read(4) != b"PK\x03\x04":
+        raise CheckpointSecurityError(f"{name}: not a zip archive as torch.save writes it")
+    file.seek(0)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise CheckpointCorruptError(f"{name}: the archive cannot be read ({error})") from error
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise CheckpointSecurityError(f"{name}: holds compressed entries, which torch.save never writes")
+    if len({entry.filename for entry in entries}) != len(entries):
+        raise CheckpointSecurityError(f"{name}: holds two entries of one name")
+
+
+def _load(file: IO[bytes], name: str) -> Any:
+    file.seek(0)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"the global {named[1]}" if named else "something that is no plain data"
+        raise CheckpointSecurityError(
+            f"{name}: its pickle asks for {what}; expected tensors and plain values. It was not run; find "
+            "out who wrote the file."
+        ) from error
+    except CheckpointError:
+        raise
+    except _UNREADABLE as error:
+        text = str(error).partition("\n")[0][:200]
+        raise CheckpointCorruptError(f"{name}: torch cannot read it ({text})") from error

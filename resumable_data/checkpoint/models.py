@@ -1,0 +1,161 @@
+"""Modules: parameters and buffers under the bare model's names, training flags, gradients.
+
+The wrappers of DDP and ``torch.compile`` put ``module.`` and ``_orig_mod.`` into names; saved names do not
+have them, so that a run may be wrapped otherwise when it resumes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from resumable_data.errors import CheckpointMismatchError
+
+_MOST_SHOWN = 8  # differences that one message lists
+
+
+def _wrapped_as(module: torch.nn.Module) -> str | None:
+    """The attribute under which a wrapper keeps the module it wraps; None for a module of the user's."""
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
+        return "module"
+    # torch.compile's class is in torch._dynamo, whose import is slow; the attribute is in every state dict
+    if type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
+        return "_orig_mod"
+    return None
+
+
+def bare_names(root: torch.nn.Module) -> Callable[[str], str]:
+    """A function from dotted names as torch gives them to those of the bare model."""
+    if all(_wrapped_as(module) is None for module in root.modules()):
+        return lambda name: name
+
+    def bare(name: str) -> str:
+        module: torch.nn.Module | None = root
+        kept = []
+        for part in name.split(".") if name else []:
+            if module is None or _wrapped_as(module) != part:
+                kept.append(part)
+            below = getattr(module, part, None)
+            module = below if isinstance(below, torch.nn.Module) else None
+        return ".".join(kept)
+
+    return bare
+
+
+def module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """``module.state_dict()`` under bare names; the tensors are the module's own."""
+    bare = bare_names(module)
+    return {bare(name): value for name, value in module.state_dict().items()}
+
+
+def module_modes(module: torch.nn.Module) -> dict[str, bool]:
+    """Training flag of every submodule by bare name, ``""`` for the module itself."""
+    bare = bare_names(module)
+    return {bare(name): sub.training for name, sub in module.named_modules()}
+
+
+def module_grads(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients that exist, by bare parameter name; the tensors are the parameters' own."""
+    bare = bare_names(module)
+    return {bare(name): p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def check_module(name: str, module: torch.nn.Module, saved: Any) -> None:
+    """Compare keys, shapes, dtypes and layouts exactly; CheckpointMismatchError lists what differs."""
+    if not isinstance(saved, Mapping):
+        raise CheckpointMismatchError(
+            f"{name}: the file holds a {type(saved).__name__}, not a module's state"
+        )
+    current = module_state(module)
+    differences = [f"{key} is missing in the file" for key in current.keys() - saved.keys()]
+    differences += [f"{key} is only in the file" for key in saved.keys() - current.keys()]
+    for key in current.keys() & saved.keys():
+        differences += _tensor_differences(key, saved[key], current[key])
+    raise_differences(name, differences, "Build the model that was saved, or start another directory.")
+
+
+def _tensor_differences(key: str, saved: Any, current: Any) -> list[str]:
+    if not isinstance(current, torch.Tensor):
+        same = isinstance(saved, torch.Tensor) is False
+        return [] if same else [f"{key} is a tensor in the file, a {type(current).__name__} in the model"]
+    if not isinstance(saved, torch.Tensor):
+        return [f"{key} is a {type(saved).__name__} in the file, a tensor in the model"]
+    if current.device.type == "meta":
+        return [f"{key} is on the meta device, which keeps no values"]
+    found = (tuple(saved.shape), saved.dtype, saved.layout)
+    wanted = (tuple(current.shape), current.dtype, current.layout)
+    return [] if found == wanted else [f"{key} is {_shown(found)} in the file, {_shown(wanted)} in the model"]
+
+
+def _shown(what: tuple[Any, ...]) -> str:
+    shape, dtype, layout = what
+    return f"{list(shape)} {dtype}" + ("" if layout is torch.strided else f" {layout}")
+
+
+def check_modes(name: str, module: torch.nn.Module, saved: Any) -> None:
+    """The saved training flags must be of the very same submodules."""
+    if not isinstance(saved, Mapping) or any(type(flag) is not bool for flag in saved.values()):
+        raise CheckpointMismatchError(f"{name}: the file holds no training flags for it")
+    current = module_modes(module)
+    differences = [
+        f"submodule {key or '(itself)'} is missing in the file" for key in current.keys() - saved.keys()
+    ]
+    differences += [f"submodule {key} is only in the file" for key in saved.keys() - current.keys()]
+    raise_differences(name, differences, "Build the model that was saved.")
+
+
+def check_grads(name: str, module: torch.nn.Module, saved: Any) -> None:
+    """Each saved gradient must fit a parameter: name, shape and dtype."""
+    if not isinstance(saved, Mapping):
+        raise CheckpointMismatchError(f"{name}: its gradients are a {type(saved).__name__}, not a dict")
+    bare = bare_names(module)
+    parameters = {bare(key): p for key, p in module.named_parameters()}
+    differences = [f"gradient {key} is of no parameter here" for key in saved.keys() - parameters.keys()]
+    for key in saved.keys() & parameters.keys():
+        differences += _tensor_differences(f"gradient {key}", saved[key], parameters[key])
+    raise_differences(name, differences, "Build the model that was saved.")
+
+
+def raise_differences(name: str, differences: list[str], advice: str) -> None:
+    """Raise CheckpointMismatchError listing the first differences, if there are any."""
+    if not differences:
+        return
+    shown = "; ".join(sorted(differences)[:_MOST_SHOWN])
+    more = f"; and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
+    raise CheckpointMismatchError(f"{name}: {shown}{more}. Nothing was changed. {advice}", found=differences)
+
+
+def load_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+    """Copy a checked state into the module."""
+    bare = bare_names(module)
+    current = module.state_dict()
+    ready = OrderedDict((name, saved[bare(name)]) for name in current)
+    # the version numbers by which modules migrate old states: this one was just found to be of this version
+    metadata = getattr(current, "_metadata", None)
+    if metadata is not None:
+        ready._metadata = metadata  # type: ignore[attr-defined]  # where torch looks for it
+    module.load_state_dict(ready, strict=True)
+
+
+def load_grads(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Set every gradient, to None where the file has none."""
+    bare = bare_names(module)
+    for name, parameter in module.named_parameters():
+        value = saved.get(bare(name))
+        if value is None:
+            parameter.grad = None
+        elif parameter.grad is not None and parameter.grad.stride() == value.stride():
+            parameter.grad.copy_(value)  # it may be a view into a bucket of DDP's
+        else:
+            parameter.grad = value.detach().to(parameter.device, copy=True)
+
+
+def load_modes(module: torch.nn.Module, saved: Mapping[str, bool]) -> None:
+    """Set every training flag, wrappers included, without calling `train`, which users override."""
+    bare = bare_names(module)
+    for name, sub in module.named_modules():
+        sub.training = saved[bare(name)]

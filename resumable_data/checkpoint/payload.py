@@ -1,0 +1,345 @@
+"""The shape that is saved (``ckpt.v1``), and setting it back: validate everything, then set everything."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from resumable_data.checkpoint import models, optimizers
+from resumable_data.checkpoint.saveable import prepare
+from resumable_data.errors import CheckpointMismatchError, ResumableDataError
+from resumable_data.rng import capture_rng_state, plan_rng_restore
+
+SCHEMA = "ckpt.v1"
+
+_OWN_PLACES = ("model", "optimizer", "scheduler", "data")  # top-level keys; other objects go to "extra"
+_KEYS = {"schema", *_OWN_PLACES, "state", "rng", "modes", "grads", "config", "extra", "wall_saved_at"}
+_PHASES = ("extra", "scheduler", "data", "optimizer", "model", "modes")  # the RNG before the models
+_RESERVED = ("step", "epoch", "batch_in_epoch")
+
+_Step = tuple[str, Callable[[], None], "Callable[[], None] | None"]  # name, apply, undo (None: cannot)
+
+
+def build_payload(
+    objects: Mapping[str, Any],
+    *,
+    step: int,
+    state: Mapping[str, Any] | None = None,
+    config: Any = None,
+    generators: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Everything a run needs to go on, as a copy of its own: training on does not change it.
+
+    Every rank calls it for itself. `CheckpointManager.save` does the same without the copy.
+
+    Args:
+        objects: What the run is made of. ``model``, ``optimizer``, ``scheduler`` and ``data`` have a
+            ``state_dict`` (or are None); further names hold such objects or plain values.
+        step: Optimizer steps done, at least 0.
+        state: The caller's own values. ``step``, and with a loader ``epoch`` and ``batch_in_epoch``, are
+            added.
+        config: What must be the same when the run resumes; plain values.
+        generators: RNGs besides the global ones, as for `capture_rng_state`.
+
+    Returns:
+        A dict with the keys ``schema``, ``model``, ``optimizer``, ``scheduler``, ``data``, ``state``,
+        ``rng``, ``modes``, ``grads``, ``config``, ``extra`` and ``wall_saved_at``.
+
+    Raises:
+        TypeError: An object without ``state_dict`` in a place that needs one, or a value that could not be
+            read back, by its key path.
+        ValueError: A `step` out of range, or a `state` that holds a reserved key with another value.
+    """
+    return dict(prepare(collect(objects, step, state, config, generators), copy=True))
+
+
+def collect(
+    objects: Mapping[str, Any],
+    step: int,
+    state: Mapping[str, Any] | None,
+    config: Any,
+    generators: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The payload over the objects' own tensors, unchecked; the RNG is captured last."""
+    if type(step) is not int:
+        raise TypeError(f"step must be an int, found {step!r}")
+    if step < 0:
+        raise ValueError(f"step must be at least 0, found {step}")
+    payload: dict[str, Any] = {"schema": SCHEMA}
+    for name in _OWN_PLACES:
+        payload[name] = _state_of(name, objects.get(name), plain=False)
+    payload["extra"] = {
+        name: _state_of(name, value, plain=True) for name, value in objects.items() if name not in _OWN_PLACES
+    }
+    payload["state"] = _with_reserved(state, step, payload["data"])
+    modules = {name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)}
+    payload["modes"] = {name: models.module_modes(module) for name, module in modules.items()}
+    payload["grads"] = {}
+    for name, module in modules.items():
+        grads = models.module_grads(module)
+        if name == "model":
+            payload["grads"].update(grads)
+        elif grads:
+            payload["grads"][_others_grads(name)] = grads
+    payload["config"] = config
+    payload["wall_saved_at"] = time.time()
+    payload["rng"] = capture_rng_state(generators)
+    return payload
+
+
+def _state_of(name: str, value: Any, *, plain: bool) -> Any:
+    if type(name) is not str:
+        raise TypeError(f"objects has the name {name!r}; expected a str")
+    if isinstance(value, torch.nn.Module):
+        return models.module_state(value)
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        return value.state_dict()
+    if not plain and value is not None:
+        raise TypeError(
+            f"objects[{name!r}] is a {type(value).__name__} without state_dict; give the object itself, and "
+            "plain values under another name"
+        )
+    return value
+
+
+def _with_reserved(state: Mapping[str, Any] | None, step: int, data: Any) -> dict[str, Any]:
+    own = dict(state or {})
+    place = data if isinstance(data, Mapping) else {}
+    reserved = {"step": step} | {key: place[key] for key in _RESERVED[1:] if type(place.get(key)) is int}
+    for key, value in reserved.items():
+        if key in own and (type(own[key]) is not type(value) or own[key] != value):
+            raise ValueError(
+                f"state[{key!r}] is {own[key]!r}, but this key is reserved and stands for {value!r}; "
+                "give yours another name"
+            )
+    return dict.fromkeys(_RESERVED) | own | reserved
+
+
+def _others_grads(name: str) -> str:
+    """Where the gradients of modules other than "model" are: no parameter's name begins with a dot."""
+    return f".{name}"
+
+
+def apply_payload(
+    payload: Mapping[str, Any],
+    objects: Mapping[str, Any],
+    *,
+    override: Iterable[str] = (),
+    strict_rng: bool = True,
+    config: Any = None,
+    generators: Mapping[str, Any] | None = None,
+) -> None:
+    """Set objects, training flags, gradients and RNGs to what a payload holds; all of it or nothing.
+
+    Everything is validated before anything is set: keys, shapes and dtypes exactly. Objects may be fewer
+    than the payload holds. Every rank calls it with its own payload, before any worker processes start.
+
+    Args:
+        payload: From `build_payload`, or read back from a checkpoint.
+        objects: As for `build_payload`; None and plain values are passed over.
+        override: Names of differences to accept: ``"config"``, and names that the loader knows.
+        strict_rng: Refuse other devices or generators than those at the save; see `restore_rng_state`.
+        config: Compared with the saved one unless None.
+        generators: As for `restore_rng_state`.
+
+    Raises:
+        CheckpointMismatchError: The payload does not fit, by object and key; or an object failed while it
+            was being set, in which case the rest was put back and what could not be is named.
+        StateMismatchError, RNGRestoreError: From the loader and the RNG, unchanged.
+        ValueError: An `override` that nobody knows.
+    """
+    names = _override_names(override, objects)
+    _check_shape(payload)
+    if config is not None and "config" not in names:
+        check_config(payload["config"], config)
+    steps = _plan(payload, objects, names - {"config"})
+    rng = plan_rng_restore(payload["rng"], generators=generators, strict=strict_rng)
+    late = [i for i, (_, _, undo) in enumerate(steps) if undo is None]
+    place = late[0] if late else len(steps)
+    steps.insert(place, ("rng", rng.apply, rng.undo))
+    steps.append(("rng", rng.apply, rng.undo))  # once more: hooks of modules may have drawn
+    _run(steps)
+
+
+def _override_names(override: Iterable[str], objects: Mapping[str, Any]) -> set[str]:
+    if isinstance(override, str):
+        raise TypeError(f"override must be a collection of names, found the string {override!r}")
+    names = set(override)
+    takers = [name for name, value in objects.items() if _takes_override(value)]
+    if names - {"config"} and not takers:
+        raise ValueError(f"override names {sorted(names - {'config'})}, and no object given here knows them")
+    return names
+
+
+def _takes_override(value: Any) -> bool:
+    check = getattr(value, "check_state_dict", None)
+    return callable(check) and "override" in inspect.signature(check).parameters
+
+
+def _check_shape(payload: Any) -> None:
+    found = payload.get("schema") if isinstance(payload, Mapping) else type(payload).__name__
+    if found != SCHEMA:
+        raise CheckpointMismatchError(
+            f"The payload's schema is {str(found)[:80]!r}, this version reads {SCHEMA!r}; load it with the "
+            "version that wrote it",
+            expected=SCHEMA,
+            found=found,
+        )
+    if payload.keys() != _KEYS:
+        differing = sorted(map(str, payload.keys() ^ _KEYS))
+        raise CheckpointMismatchError(
+            f"The payload's keys differ from {SCHEMA}'s in {differing}", found=differing
+        )
+    for key in ("state", "modes", "grads", "extra", "rng"):
+        if not isinstance(payload[key], Mapping):
+            raise CheckpointMismatchError(
+                f"The payload's {key!r} is a {type(payload[key]).__name__}, not a dict"
+            )
+
+
+def check_config(saved: Any, current: Any) -> None:
+    """Compare two configurations, types included; CheckpointMismatchError lists the keys that differ."""
+    differing = _config_differences("", saved, current)
+    if differing:
+        raise CheckpointMismatchError(
+            f"The configuration differs: {'; '.join(differing[:8])}. Start another directory, or accept it "
+            'with override={"config"}.',
+            expected=current,
+            found=saved,
+        )
+
+
+def _config_differences(path: str, saved: Any, current: Any) -> list[str]:
+    if isinstance(saved, dict) and isinstance(current, dict):
+        keys = [key for key in current if key in saved]
+        found = [d for key in keys for d in _config_differences(f"{path}.{key}", saved[key], current[key])]
+        found += [f"{path}.{key} is only in the file"[1:] for key in saved if key not in current]
+        return found + [f"{path}.{key} is not in the file"[1:] for key in current if key not in saved]
+    if isinstance(saved, (list, tuple)) and type(saved) is type(current) and len(saved) == len(current):
+        pairs = zip(saved, current, strict=True)
+        return [d for i, (a, b) in enumerate(pairs) for d in _config_differences(f"{path}[{i}]", a, b)]
+    same = type(saved) is type(current) and bool(saved == current)
+    return [] if same else [f"{path.lstrip('.') or 'config'} was {saved!r:.80}, is {current!r:.80}"]
+
+
+# ── validate, then set ───────────────────────────────────────────────────────────────────────────────
+
+
+def _plan(payload: Mapping[str, Any], objects: Mapping[str, Any], override: set[str]) -> list[_Step]:
+    """Check each object; the steps that set them, in the order of `_PHASES`."""
+    phases: dict[str, list[_Step]] = {key: [] for key in _PHASES}
+    for name, value in objects.items():
+        if value is None:
+            continue
+        if name not in (payload if name in _OWN_PLACES else payload["extra"]) or (
+            name in _OWN_PLACES and payload[name] is None
+        ):
+            held = sorted([n for n in _OWN_PLACES if payload[n] is not None] + list(payload["extra"]))
+            raise CheckpointMismatchError(
+                f"{name}: not in the file, which holds {held}", expected=name, found=held
+            )
+        saved = payload[name] if name in _OWN_PLACES else payload["extra"][name]
+        if isinstance(value, torch.nn.Module):
+            _plan_module(name, value, saved, payload, phases)
+        elif isinstance(value, torch.optim.Optimizer):
+            optimizers.check_optimizer(name, value, saved)
+            phases["optimizer"].append(_optimizer_step(name, value, saved))
+        elif callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
+            is_scheduler = isinstance(value, (LRScheduler, torch.amp.GradScaler)) or name == "scheduler"
+            if is_scheduler:
+                optimizers.check_dict_state(name, value.state_dict(), saved)
+            phase = "data" if name == "data" else "scheduler" if is_scheduler else "extra"
+            phases[phase].append(_object_step(name, value, saved, override))
+        elif name in _OWN_PLACES:
+            raise TypeError(f"objects[{name!r}] is a {type(value).__name__} without load_state_dict")
+    return [step for steps in phases.values() for step in steps]
+
+
+def _plan_module(
+    name: str, module: torch.nn.Module, saved: Any, payload: Mapping[str, Any], phases: dict[str, list[_Step]]
+) -> None:
+    grads = payload["grads"]
+    if name == "model":
+        own = {key: grad for key, grad in grads.items() if not str(key).startswith(".")}
+    else:
+        own = grads.get(_others_grads(name), {})
+    modes = payload["modes"].get(name)
+    models.check_module(name, module, saved)
+    models.check_grads(name, module, own)
+    models.check_modes(name, module, modes)
+    before = models.module_modes(module)
+
+    def load() -> None:
+        models.load_module(module, saved)
+        models.load_grads(module, own)
+
+    phases["model"].append((name, load, None))
+    phases["modes"].append(
+        (
+            f"{name}'s modes",
+            lambda: models.load_modes(module, modes),
+            lambda: models.load_modes(module, before),
+        )
+    )
+
+
+def _optimizer_step(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> _Step:
+    return name, lambda: optimizers.load_optimizer(optimizer, saved), optimizers.optimizer_undo(optimizer)
+
+
+def _object_step(name: str, value: Any, saved: Any, override: set[str]) -> _Step:
+    """Check by the object's own means, if it has any; it is put back from a snapshot."""
+    options: dict[str, Any] = {"override": override} if override and _takes_override(value) else {}
+    check = getattr(value, "check_state_dict", None)
+    if callable(check):
+        check(saved, **options)
+    snapshot = copy.deepcopy(value.state_dict())
+    # a copy: an object may keep what it is given, and the payload must stay as it was
+    own = copy.deepcopy(saved)
+    unchanged_empty = saved == {} and snapshot == {} if isinstance(saved, dict) else False
+
+    def load() -> None:
+        if not unchanged_empty:  # a disabled GradScaler refuses its own empty state
+            value.load_state_dict(own, **options)
+
+    return name, load, lambda: _drop(value.load_state_dict(snapshot))
+
+
+def _run(steps: list[_Step]) -> None:
+    begun: list[_Step] = []
+    try:
+        for step in steps:
+            begun.append(step)
+            step[1]()
+    except BaseException as error:
+        lost = _put_back(begun)
+        if not isinstance(error, Exception) or (isinstance(error, ResumableDataError) and not lost):
+            raise
+        outcome = f"could not be put back: {', '.join(lost)}" if lost else "everything was put back"
+        raise CheckpointMismatchError(
+            f"{begun[-1][0]}: setting its state failed ({type(error).__name__}: {error}); {outcome}. "
+            + ("Build these objects anew before training on." if lost else "Build it as when it was saved.")
+        ) from error
+
+
+def _put_back(steps: list[_Step]) -> list[str]:
+    lost = []
+    for name, _, undo in reversed(steps):
+        if undo is None:
+            lost.append(name)
+            continue
+        try:
+            undo()
+        except Exception as error:  # noqa: BLE001 - the others must still be put back; the caller names it
+            lost.append(f"{name} ({type(error).__name__}: {error})")
+    return lost
+
+
+def _drop(_: object) -> None:
+    """Turn a call that gives something into one that gives nothing."""

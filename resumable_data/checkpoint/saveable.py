@@ -1,0 +1,185 @@
+"""What may be saved: the exact types that a safe load reads back, and tensors cut to size."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+
+_LEAVES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray}
+    | {torch.Size, torch.dtype, torch.device, torch.layout}
+)
+_DICTS = (dict, collections.OrderedDict, collections.Counter)
+_LISTS = (list, tuple, set)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_DEEPEST = 64  # levels of containers
+
+
+def prepare(tree: Any, *, copy: bool = False) -> Any:
+    """The tree as it is to be saved.
+
+    Tensors that are small views of large buffers get storage of their own, of the size of what they span,
+    with their strides kept; views that overlap (ties included) go on sharing. Everything else is the very
+    same object, unless `copy` asks for new storage and containers throughout.
+
+    Raises:
+        TypeError: A value that could not be read back, by its key path. Types must match exactly: numpy's
+            float64 is a float to isinstance, and is refused.
+    """
+    tensors = _collect(tree)
+    owned = _own_storage(tensors, copy)
+    return _rebuild(tree, owned, {}) if owned or copy else tree
+
+
+def _collect(tree: Any) -> list[torch.Tensor]:
+    """Check every value; the tensors met, each object once."""
+    tensors: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    stack: list[tuple[Any, str, tuple[int, ...]]] = [(tree, "", ())]
+    while stack:
+        value, path, above = stack.pop()
+        kind = type(value)
+        if kind in _LEAVES:
+            continue
+        if kind in _TENSORS:
+            if id(value) not in tensors:
+                _check_tensor(value, path)
+                tensors[id(value)] = value
+            continue
+        if kind not in _DICTS and kind not in _LISTS:
+            raise TypeError(_message(value, path))
+        if id(value) in above or len(above) >= _DEEPEST:
+            raise TypeError(f"state{path} contains itself, or nests deeper than {_DEEPEST} levels")
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        for step, item in _children(value, path):
+            stack.append((item, path + step, (*above, id(value))))
+    return list(tensors.values())
+
+
+def _children(value: Any, path: str) -> list[tuple[str, Any]]:
+    if type(value) in _LISTS:
+        if set(map(type, value)) <= _LEAVES:  # a list of a million losses is done in one line
+            return []
+        return [(f"[{i}]", item) for i, item in enumerate(value) if type(item) not in _LEAVES]
+    for key in value:
+        if type(key) not in _LEAVES and not (type(key) is tuple and set(map(type, key)) <= _LEAVES):
+            raise TypeError(f"state{path} has a key that cannot be saved: {_message(key, path)}")
+    # state_dict() hangs its metadata on the OrderedDict; pickle saves that too
+    hung = [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+    return [(f"[{key!r}]", item) for key, item in value.items() if type(item) not in _LEAVES] + hung
+
+
+def _message(value: Any, path: str) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return (
+        f"state{path} is a {kind}, which a safe load (weights_only=True) would refuse. Save tensors, plain "
+        "numbers, strings and bytes in lists, tuples, dicts and sets: float(x) or x.tolist() for numpy's, "
+        "state_dict() for objects"
+    )
+
+
+def _check_tensor(value: torch.Tensor, path: str) -> None:
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        raise TypeError(
+            f"state{path} is a {value.layout} {value.dtype} tensor; only dense strided ones are saved"
+        )
+    if value.device.type == "meta":
+        raise TypeError(f"state{path} is a tensor on the meta device, which holds no values to save")
+
+
+def _own_storage(tensors: list[torch.Tensor], copy: bool) -> dict[int, torch.Tensor]:
+    """Replacements, by id, of the tensors whose storage is larger than what is saved of it."""
+    groups: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+    owned: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            if copy or tensor.untyped_storage().nbytes():
+                owned[id(tensor)] = _like(
+                    tensor,
+                    torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                    ),
+                )
+        elif not (
+            tensor.is_conj() or tensor.is_neg()
+        ):  # lazy views, resolved by torch.save as it thinks right
+            groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(tensor)
+    for group in groups.values():
+        clusters = _clusters(group)
+        kept = sum(end - start for start, end, _ in clusters)
+        if copy or kept < group[0].untyped_storage().nbytes():
+            for start, end, members in clusters:
+                owned.update(_move(members, start, end))
+    return owned
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and the byte after the last that a tensor's elements take up in its storage."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    last = sum((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * size
+
+
+def _clusters(group: list[torch.Tensor]) -> list[tuple[int, int, list[torch.Tensor]]]:
+    """The tensors of one storage, joined where their spans overlap: [(start, end, members)] in bytes."""
+    clusters: list[tuple[int, int, list[torch.Tensor]]] = []
+    for tensor in sorted(group, key=_span):
+        start, end = _span(tensor)
+        if clusters and (start < clusters[-1][1] or clusters[-1][:2] == (start, end)):
+            first, last, members = clusters[-1]
+            clusters[-1] = (first, max(last, end), [*members, tensor])
+        else:
+            clusters.append((start, end, [tensor]))
+    return clusters
+
+
+def _move(members: list[torch.Tensor], start: int, end: int) -> dict[int, torch.Tensor]:
+    """The same tensors over a copy of the bytes from `start` to `end` of their storage."""
+    widest = max(tensor.element_size() for tensor in members)
+    start -= start % widest  # so that every member's offset stays a whole number of its elements
+    device = members[0].device
+    source = members[0].detach().untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8, device=device).set_(source, start, (end - start,), (1,))
+    storage = raw.clone().untyped_storage()
+    moved: dict[int, torch.Tensor] = {}
+    for tensor in members:
+        offset = tensor.storage_offset() - start // tensor.element_size()
+        own = torch.empty(0, dtype=tensor.dtype, device=device)
+        own = own.set_(storage, offset, tensor.shape, tensor.stride())
+        moved[id(tensor)] = _like(tensor, own)
+    return moved
+
+
+def _like(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """`own` as a parameter, and asking for gradients, where `tensor` is one and does."""
+    if type(tensor) is torch.nn.Parameter:
+        return torch.nn.Parameter(own, requires_grad=tensor.requires_grad)
+    return own.requires_grad_() if tensor.requires_grad else own
+
+
+def _rebuild(value: Any, owned: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in _TENSORS:
+        return owned.get(id(value), value)
+    if kind not in _DICTS and kind not in _LISTS:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    new: Any
+    if kind in _DICTS:
+        new = kind()
+        for key, item in value.items():
+            new[key] = _rebuild(item, owned, memo)
+        for name, item in getattr(value, "__dict__", {}).items():
+            setattr(new, name, item)
+    elif set(map(type, value)) <= _LEAVES:
+        new = kind(value)
+    else:
+        new = kind(_rebuild(item, owned, memo) for item in value)
+    memo[id(value)] = new
+    return new
