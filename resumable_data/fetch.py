@@ -147,8 +147,18 @@ def _plain(dataset: TensorDataset) -> bool:
         and not tensor.is_quantized
         and not tensor.requires_grad
         and tensor.device.type == "cpu"
+        and _selectable(tensor)
         for tensor in dataset.tensors
     )
+
+
+def _selectable(tensor: torch.Tensor) -> bool:
+    """Whether ``index_select`` takes this dtype; it lacks some that stacking has."""
+    try:
+        torch.index_select(tensor[:1], 0, torch.zeros(min(1, len(tensor)), dtype=torch.int64))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _keys(ticket: Ticket) -> list[int]:

@@ -9,6 +9,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -60,6 +61,11 @@ class Run:
         if self._seed is None:
             self._seed = initial_seed()
         return self._seed
+
+    @property
+    def samples(self) -> int:
+        """How many indices a sampler would give this rank; it does not drop incomplete batches."""
+        return replace(self.plan, drop_last=False).samples
 
     # -- passes ---------------------------------------------------------------------------------
 
@@ -176,9 +182,9 @@ class Run:
         return make_ticket(self.plan, order, batch, epoch=epoch, seed=self.seed, base_seed=0)
 
     def indices(self) -> list[int]:
-        """This rank's indices of the present epoch, repeats included."""
+        """What a sampler would give this rank in the present epoch: repeats included, nothing dropped."""
         order = self.order.look(self.cursor.place.epoch, self.seed)
-        mine: list[int] = order.take(self.plan.rank, self.plan.samples, self.plan.num_replicas).tolist()
+        mine: list[int] = order.take(self.plan.rank, self.samples, self.plan.num_replicas).tolist()
         return mine
 
     # -- moves ----------------------------------------------------------------------------------

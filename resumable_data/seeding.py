@@ -87,13 +87,32 @@ class StreamsAside:
                 torch.set_num_threads(1)
             return function(argument)
         finally:
-            if threads != 1:
-                torch.set_num_threads(threads)
-            set_bit_generator(bits)
-            if legacy["has_gauss"]:
-                np.random.set_state(legacy)
-            torch.default_generator.set_state(torch_state)
-            random.setstate(python)
+            # one by one: a signal handler that raises after one of these must not keep the others from running
+            try:
+                set_bit_generator(bits)
+            finally:
+                try:
+                    if legacy["has_gauss"]:
+                        np.random.set_state(legacy)
+                finally:
+                    try:
+                        torch.default_generator.set_state(torch_state)
+                    finally:
+                        try:
+                            _set_python(python)
+                        finally:
+                            if threads != 1:
+                                torch.set_num_threads(threads)
+
+
+def _set_python(state: tuple[Any, ...]) -> None:
+    try:
+        random.setstate(state)
+    except BaseException:
+        random.setstate(
+            state
+        )  # unlike the others it is Python code, and a signal handler may raise inside it
+        raise
 
 
 @contextmanager
