@@ -87,7 +87,7 @@ class StreamsAside:
                 torch.set_num_threads(1)
             return function(argument)
         finally:
-            # one by one: a signal handler that raises after one of these must not keep the others from running
+            # one by one: a signal handler that raises after one of them must not keep the rest from running
             try:
                 set_bit_generator(bits)
             finally:
