@@ -28,6 +28,7 @@ from resumable_data.rng_values import (
 )
 
 DEVICE_KINDS = ("cuda", "mps", "xpu")
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 _TORCH_WORDS = slice(24, 24 + 8 * TWISTER_WORDS)  # of torch's CPU state: the words, held in 64 bits each
 _MAX_DEVICES = 1024  # no machine has more; a longer list is not ours
@@ -212,12 +213,8 @@ def checked_generators(generators: Mapping[str, Any] | None) -> Mapping[str, Any
 
 
 def _generator_kind(generator: Any, name: str) -> str:
-    for kind, cls in (
-        ("torch.Generator", torch.Generator),
-        ("numpy.Generator", np.random.Generator),
-        ("numpy.RandomState", np.random.RandomState),
-        ("random.Random", random.Random),
-    ):
+    kinds = ("torch.Generator", "numpy.Generator", "numpy.RandomState", "random.Random")
+    for kind, cls in zip(kinds, GENERATOR_TYPES, strict=True):
         if isinstance(generator, cls) and not isinstance(generator, random.SystemRandom):
             return kind
     raise TypeError(

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import timeit
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -148,7 +149,11 @@ def test_a_fresh_interpreter_continues_every_stream_r10(tmp_path):
     torch.save(capture_rng_state(generators), tmp_path / "rng.pt")
     expected = json.dumps([draws(), named_draws(generators)])
     done = subprocess.run(
-        [sys.executable, "-c", FRESH, str(tmp_path / "rng.pt")], capture_output=True, text=True, check=True
+        [sys.executable, "-c", FRESH, str(tmp_path / "rng.pt")],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
     )
     assert done.stdout.strip() == expected
     assert json.dumps([draws(), named_draws(generators)]) != expected

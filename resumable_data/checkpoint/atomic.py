@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -148,7 +148,7 @@ class Commit:
             that the save needs and the file system has left.
     """
 
-    def __init__(self, directory: Path, ops: FsOps = FS) -> None:
+    def __init__(self, directory: Path, ops: FsOps) -> None:
         self.directory = directory
         self._ops = ops
         self._temps: set[Path] = set()
@@ -233,6 +233,17 @@ def write_error(error: OSError, path: Path, *, needed: int | None = None) -> Che
     )
 
 
+@contextlib.contextmanager
+def named_errors(directory: Path) -> Iterator[None]:
+    """Within it, every OSError becomes a CheckpointWriteError with its errno."""
+    try:
+        yield
+    except CheckpointWriteError:
+        raise
+    except OSError as error:
+        raise write_error(error, directory) from error
+
+
 def sweep(directory: Path, ops: FsOps, *, ours: Callable[[str], bool], alone: bool) -> None:
     """Remove temps that writers killed in mid-save have left.
 
@@ -249,21 +260,19 @@ def sweep(directory: Path, ops: FsOps, *, ours: Callable[[str], bool], alone: bo
                 ops.unlink(str(directory / name))
 
 
-def make_directory(directory: Path, ops: FsOps = FS) -> None:
+def make_directory(directory: Path, ops: FsOps) -> None:
     """Create a directory and its parents, each durable in the one above it."""
     missing = []
     place = directory
     while not place.exists():
         missing.append(place)
         place = place.parent
-    try:
+    with named_errors(directory):
         for place in reversed(missing):
             place.mkdir(exist_ok=True)
             sync_directory(place.parent, ops)
         if not directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-    except OSError as error:
-        raise write_error(error, directory) from error
 
 
 def atomic_torch_save(state: Any, path: str | os.PathLike[str]) -> None:
@@ -321,8 +330,8 @@ def _check_json_keys(value: Any, path: str) -> None:
 
 
 def _replace(path: Path, produce: Callable[[Sink], None]) -> None:
-    make_directory(path.parent)
-    with Commit(path.parent) as commit:
+    make_directory(path.parent, FS)
+    with Commit(path.parent, FS) as commit:
         sweep(path.parent, FS, ours=lambda name: name == path.name, alone=False)
         commit.rename(commit.write(path.name, produce))
         commit.sync()

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from resumable_data.checkpoint import layout
-from resumable_data.checkpoint.atomic import FS, FsOps, make_directory
+from resumable_data.checkpoint.atomic import FS, FsOps, make_directory, named_errors
 from resumable_data.checkpoint.gate import Fingerprint
 from resumable_data.checkpoint.lock import DirectoryLock, acquire, is_current, release
-from resumable_data.checkpoint.payload import apply_payload, collect
+from resumable_data.checkpoint.payload import apply_all, collect
 from resumable_data.checkpoint.saveable import prepare
 from resumable_data.checkpoint.store import Entry, Loaded, Skipped, Store
 
@@ -171,8 +171,9 @@ class CheckpointManager:
         payload = prepare(collect(objects, number, state, self._config, self._generators))
         with self._writing().mutex:
             store = self._store()
-            store.sweep()
-            index = self._commit(store, payload, number, clean)
+            with named_errors(self.directory):
+                store.sweep()
+                index = self._commit(store, payload, number, clean)
             self._after_commit(store, index)
         return self.directory / layout.file_name(number, index.generation)
 
@@ -240,7 +241,7 @@ class CheckpointManager:
             CheckpointWriteError: Another process writes here, or a file cannot be deleted.
         """
         if self.enabled and self.directory.is_dir():
-            with self._writing().mutex:
+            with self._writing().mutex, named_errors(self.directory):
                 self._prune(self._store())
 
     def _prune(self, store: Store) -> None:
@@ -310,14 +311,7 @@ class CheckpointManager:
         if loaded is None:
             return None
         found = self._found(loaded)
-        apply_payload(
-            loaded.payload,
-            objects,
-            override=override,
-            strict_rng=strict_rng,
-            config=self._config,
-            generators=self._generators,
-        )
+        apply_all(loaded.payload, objects, override, strict_rng, self._config, self._generators)
         self._run = (loaded.index.run_id, loaded.index.run_ordinal)
         self._resumed = found.path.name
         self._last_step = found.step

@@ -16,7 +16,8 @@ _ADVICE = "Build the optimizer and scheduler as when the checkpoint was saved."
 
 # State that torch's own optimizers keep in the shape of its parameter; others' is not checked for shape.
 _PARAMETER_SHAPED = frozenset(
-    ["exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "ax", "prev", "step_size"]
+    {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
+    | {"grad_avg", "acc_delta", "sum", "ax", "prev", "step_size"}
 )
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

@@ -15,6 +15,7 @@ from resumable_data.checkpoint import models, optimizers
 from resumable_data.checkpoint.saveable import prepare
 from resumable_data.errors import CheckpointMismatchError, ResumableDataError
 from resumable_data.rng import capture_rng_state, plan_rng_restore
+from resumable_data.rng_streams import GENERATOR_TYPES
 
 SCHEMA = "ckpt.v1"
 
@@ -132,8 +133,6 @@ def apply_payload(
     *,
     override: Iterable[str] = (),
     strict_rng: bool = True,
-    config: Any = None,
-    generators: Mapping[str, Any] | None = None,
 ) -> None:
     """Set objects, training flags, gradients and RNGs to what a payload holds; all of it or nothing.
 
@@ -142,11 +141,10 @@ def apply_payload(
 
     Args:
         payload: From `build_payload`, or read back from a checkpoint.
-        objects: As for `build_payload`; None and plain values are passed over.
+        objects: As for `build_payload`; None and plain values are passed over. Generators that
+            `build_payload` was given are given here among the objects, under their names.
         override: Names of differences to accept: ``"config"``, and names that the loader knows.
         strict_rng: Refuse other devices or generators than those at the save; see `restore_rng_state`.
-        config: Compared with the saved one unless None.
-        generators: As for `restore_rng_state`.
 
     Raises:
         CheckpointMismatchError: The payload does not fit, by object and key; or an object failed while it
@@ -154,6 +152,20 @@ def apply_payload(
         StateMismatchError, RNGRestoreError: From the loader and the RNG, unchanged.
         ValueError: An `override` that nobody knows.
     """
+    generators = {name: value for name, value in objects.items() if isinstance(value, GENERATOR_TYPES)}
+    others = {name: value for name, value in objects.items() if name not in generators}
+    apply_all(payload, others, override, strict_rng, None, generators)
+
+
+def apply_all(
+    payload: Mapping[str, Any],
+    objects: Mapping[str, Any],
+    override: Iterable[str],
+    strict_rng: bool,
+    config: Any,
+    generators: Mapping[str, Any] | None,
+) -> None:
+    """`apply_payload` with the generators apart and a `config` to compare, unless that is None."""
     names = _override_names(override, objects)
     _check_shape(payload)
     if config is not None and "config" not in names:

@@ -16,6 +16,8 @@ _LISTS = (list, tuple, set)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _DEEPEST = 64  # levels of containers
 
+_Met = tuple[torch.Tensor, str]  # a tensor and its key path
+
 
 def prepare(tree: Any, *, copy: bool = False) -> Any:
     """The tree as it is to be saved.
@@ -33,9 +35,9 @@ def prepare(tree: Any, *, copy: bool = False) -> Any:
     return _rebuild(tree, owned, {}) if owned or copy else tree
 
 
-def _collect(tree: Any) -> list[torch.Tensor]:
-    """Check every value; the tensors met, each object once."""
-    tensors: dict[int, torch.Tensor] = {}
+def _collect(tree: Any) -> list[_Met]:
+    """Check every value; the tensors met, each object once, with its key path."""
+    tensors: dict[int, _Met] = {}
     seen: set[int] = set()
     stack: list[tuple[Any, str, tuple[int, ...]]] = [(tree, "", ())]
     while stack:
@@ -46,7 +48,7 @@ def _collect(tree: Any) -> list[torch.Tensor]:
         if kind in _TENSORS:
             if id(value) not in tensors:
                 _check_tensor(value, path)
-                tensors[id(value)] = value
+                tensors[id(value)] = value, path
             continue
         if kind not in _DICTS and kind not in _LISTS:
             raise TypeError(_message(value, path))
@@ -91,11 +93,11 @@ def _check_tensor(value: torch.Tensor, path: str) -> None:
         raise TypeError(f"state{path} is a tensor on the meta device, which holds no values to save")
 
 
-def _own_storage(tensors: list[torch.Tensor], copy: bool) -> dict[int, torch.Tensor]:
+def _own_storage(tensors: list[_Met], copy: bool) -> dict[int, torch.Tensor]:
     """Replacements, by id, of the tensors whose storage is larger than what is saved of it."""
-    groups: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.device, int], list[_Met]] = {}
     owned: dict[int, torch.Tensor] = {}
-    for tensor in tensors:
+    for tensor, path in tensors:
         if tensor.numel() == 0:
             if copy or tensor.untyped_storage().nbytes():
                 owned[id(tensor)] = _like(
@@ -107,11 +109,13 @@ def _own_storage(tensors: list[torch.Tensor], copy: bool) -> dict[int, torch.Ten
         elif not (
             tensor.is_conj() or tensor.is_neg()
         ):  # lazy views, resolved by torch.save as it thinks right
-            groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(tensor)
+            groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append((tensor, path))
     for group in groups.values():
         clusters = _clusters(group)
         kept = sum(end - start for start, end, _ in clusters)
-        if copy or kept < group[0].untyped_storage().nbytes():
+        whole = kept == group[0][0].untyped_storage().nbytes()
+        # torch saves a storage under one dtype, so tensors of several must not share one
+        if copy or not whole or len({tensor.dtype for tensor, _ in group}) > 1:
             for start, end, members in clusters:
                 owned.update(_move(members, start, end))
     return owned
@@ -125,13 +129,18 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * size
 
 
-def _clusters(group: list[torch.Tensor]) -> list[tuple[int, int, list[torch.Tensor]]]:
+def _clusters(group: list[_Met]) -> list[tuple[int, int, list[torch.Tensor]]]:
     """The tensors of one storage, joined where their spans overlap: [(start, end, members)] in bytes."""
     clusters: list[tuple[int, int, list[torch.Tensor]]] = []
-    for tensor in sorted(group, key=_span):
+    for tensor, path in sorted(group, key=lambda met: _span(met[0])):
         start, end = _span(tensor)
-        if clusters and (start < clusters[-1][1] or clusters[-1][:2] == (start, end)):
+        if clusters and start < clusters[-1][1]:
             first, last, members = clusters[-1]
+            if members[0].dtype != tensor.dtype:
+                raise TypeError(
+                    f"state{path} is a {tensor.dtype} view of memory that is saved as {members[0].dtype}; "
+                    "torch cannot save both. Save one of them, or a clone"
+                )
             clusters[-1] = (first, max(last, end), [*members, tensor])
         else:
             clusters.append((start, end, [tensor]))
@@ -140,8 +149,6 @@ def _clusters(group: list[torch.Tensor]) -> list[tuple[int, int, list[torch.Tens
 
 def _move(members: list[torch.Tensor], start: int, end: int) -> dict[int, torch.Tensor]:
     """The same tensors over a copy of the bytes from `start` to `end` of their storage."""
-    widest = max(tensor.element_size() for tensor in members)
-    start -= start % widest  # so that every member's offset stays a whole number of its elements
     device = members[0].device
     source = members[0].detach().untyped_storage()
     raw = torch.empty(0, dtype=torch.uint8, device=device).set_(source, start, (end - start,), (1,))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from resumable_data.checkpoint import gate, layout
-from resumable_data.checkpoint.atomic import Commit, FsOps, Sink, sweep, sync_directory, write_error
+from resumable_data.checkpoint.atomic import Commit, FsOps, Sink, sweep, sync_directory
 from resumable_data.errors import (
     CheckpointCorruptError,
     CheckpointLimitError,
@@ -237,16 +237,13 @@ class Store:
 
     def sweep(self) -> None:
         """Remove what killed writers have left: temps, tombstones, and indexes without data."""
-        try:
-            sweep(self.directory, self.ops, ours=layout.is_ours, alone=True)
-            names = set(self.names())
-            for name in names:
-                parsed = layout.parse_name(name)
-                lone = parsed is not None and parsed[2] == "json" and f"{name[:-5]}.pt" not in names
-                if lone or layout.is_tombstone(name):
-                    self.ops.unlink(str(self.directory / name))
-        except OSError as error:
-            raise write_error(error, self.directory) from error
+        sweep(self.directory, self.ops, ours=layout.is_ours, alone=True)
+        names = set(self.names())
+        for name in names:
+            parsed = layout.parse_name(name)
+            lone = parsed is not None and parsed[2] == "json" and f"{name[:-5]}.pt" not in names
+            if lone or layout.is_tombstone(name):
+                self.ops.unlink(str(self.directory / name))
 
     def delete(self, entry: Entry) -> None:
         """Delete a checkpoint: its data is renamed away first, so that it is whole or gone at any moment."""
