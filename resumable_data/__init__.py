@@ -1,5 +1,12 @@
 """The PyTorch data loader that survives being killed: the resumed run is the same run, bit for bit."""
 
+from resumable_data.checkpoint import (
+    CheckpointManager,
+    apply_payload,
+    atomic_json_dump,
+    atomic_torch_save,
+    build_payload,
+)
 from resumable_data.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -23,6 +30,7 @@ __all__ = [
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointLimitError",
+    "CheckpointManager",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointSecurityError",
@@ -35,6 +43,10 @@ __all__ = [
     "StateError",
     "StateMismatchError",
     "StateVersionError",
+    "apply_payload",
+    "atomic_json_dump",
+    "atomic_torch_save",
+    "build_payload",
     "capture_rng_state",
     "restore_rng_state",
 ]
