@@ -112,8 +112,7 @@ class GeneratorDraws:
                 [_decode(item) for item in read["now"]],
             )
             for states in (saved.before or saved.now, saved.now):
-                for generator, state in zip(self._generators, states, strict=True):
-                    torch.Generator(generator.device).set_state(state)
+                self._try(states)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise StateError(
                 f"state['generator'] cannot be restored: {error}; pass the generators the run was saved with",
@@ -121,6 +120,12 @@ class GeneratorDraws:
                 found=text if text is None else text[:80],
             ) from error
         return saved
+
+    def _try(self, states: list[torch.Tensor]) -> None:
+        if len(states) != len(self._generators):
+            raise ValueError(f"{len(states)} saved, {len(self._generators)} here")
+        for generator, state in zip(self._generators, states, strict=True):
+            torch.Generator(generator.device).set_state(state)
 
     def restore(self, saved: SavedDraws) -> None:
         """Put the generators and the open epoch back as they were saved."""

@@ -7,13 +7,18 @@ called directly.
 
 from __future__ import annotations
 
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
-from resumable_data.fetch import Fetcher, Ticket, WorkerInit
+from resumable_data.fetch import Fetcher, Ticket, WorkerInit, register_generators
+
+#: Seconds to wait for the signal that says which worker died.
+REAPING = 1.0
 
 
 class Engine(Protocol):
@@ -29,6 +34,10 @@ class Engine(Protocol):
 
     def drop(self) -> None:
         """Let go of all workers: the next start begins with fresh ones."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """The stream raised this: let go of all workers, and raise a better error where there is one."""
         ...
 
 
@@ -61,6 +70,7 @@ class MapEngine:
         if self._direct:
             return map(self._fetcher.__getitem__, tickets)
         if self._inner is None:
+            register_generators()
             self._inner = self._build()
         self._source.tickets = tickets
         self._inner.generator = generator
@@ -85,6 +95,18 @@ class MapEngine:
         """See ``Engine``."""
         self._inner = None
         self._source.tickets = iter(())
+
+    def failed(self, error: BaseException) -> None:
+        """See ``Engine``."""
+        if self._direct:
+            return
+        self.drop()
+        # torch's frames hold the iterator, and the error its frames: a cycle that keeps the workers alive
+        # until the garbage collector stumbles over it and waits for each of them. The text of the traceback stays.
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and not _from_worker(error):
+            # a worker died while a batch of its was being received; torch's SIGCHLD handler names it, in here
+            time.sleep(REAPING)
 
     def _build(self) -> DataLoader[Any]:
         theirs = self._template
@@ -112,6 +134,11 @@ class _Source:
 
     def __iter__(self) -> Iterator[Ticket]:
         return self.tickets
+
+
+def _from_worker(error: BaseException) -> bool:
+    # torch's ExceptionWrapper writes this before the worker's own traceback
+    return str(error).startswith("Caught ")
 
 
 def _identity(batch: Any) -> Any:

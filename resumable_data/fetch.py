@@ -7,6 +7,7 @@ batches and any worker can serve any batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,6 +85,24 @@ class Fetcher:
         if self._seeding != "none":
             seed_streams(batch_words(TAG_COLLATE, ticket.seed, ticket.epoch, ticket.first, self._rank))
         return self._collate_fn(samples)
+
+
+def register_generators() -> None:
+    """Let a ``torch.Generator`` that a dataset holds reach workers that are spawned.
+
+    torch pickles its state as a tensor that is gone before the worker asks for it; here it goes as bytes.
+    """
+    ForkingPickler.register(torch.Generator, _reduce_generator)
+
+
+def _reduce_generator(generator: torch.Generator) -> tuple[Any, ...]:
+    return _rebuild_generator, (str(generator.device), bytes(generator.get_state().numpy()))
+
+
+def _rebuild_generator(device: str, state: bytes) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
 
 
 class WorkerInit:

@@ -49,7 +49,7 @@ class Pass:
         cursor: The loader's position, which every delivered batch moves.
         serial: What ``Cursor.begin`` gave this pass.
         stream: The engine's (number, batch) pairs, beginning at the position.
-        on_error: Called when the stream raised; the position stands at the batch that failed.
+        on_error: Called with what the stream raised; the position stands at the batch that failed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Pass:
         cursor: Cursor,
         serial: int,
         stream: Iterator[tuple[int, Any]],
-        on_error: Callable[[], None],
+        on_error: Callable[[BaseException], None],
     ) -> None:
         self._cursor = cursor
         self._serial = serial
@@ -83,10 +83,10 @@ class Pass:
             batch = self._pull()
             self._number += 1
             after = self._cursor.delivered()
-        except BaseException:
+        except BaseException as error:
             self.retire()
             self._cursor.fail()
-            self._on_error()
+            self._on_error(error)
             raise
         # CPython runs signal handlers (torch's for a dead worker, ^C) after calls and backward jumps only:
         # from this assignment until the caller holds the batch there is neither, so both happen or none

@@ -84,9 +84,10 @@ class Run:
         try:
             stream = self._start(self.cursor.place)
         except BaseException:
-            self._drop()
+            self.cursor.fail()
+            self._engine.drop()
             raise
-        newest = Pass(self.cursor, begun.serial, stream, self._engine.drop)
+        newest = Pass(self.cursor, begun.serial, stream, self._engine.failed)
         # a strong reference would keep a pass's workers alive after a break
         self._newest = weakref.ref(newest)
         return newest
@@ -137,10 +138,6 @@ class Run:
         if newest is not None:
             newest.retire()
         self._newest = None
-
-    def _drop(self) -> None:
-        self.cursor.fail()
-        self._engine.drop()
 
     # -- single batches -------------------------------------------------------------------------
 
