@@ -1,0 +1,1 @@
+"""What several test modules share: datasets, loaders from plain values, and fresh interpreters."""
