@@ -102,8 +102,11 @@ class MapEngine:
             return
         self.drop()
         # torch's frames hold the iterator, and the error its frames: a cycle that keeps the workers alive
-        # until the garbage collector stumbles over it and waits for each of them. The text of the traceback stays.
-        traceback.clear_frames(error.__traceback__)
+        # until the garbage collector stumbles over it and waits for each. The text of the traceback stays.
+        inner: BaseException | None = error
+        while inner is not None:
+            traceback.clear_frames(inner.__traceback__)
+            inner = inner.__cause__ or inner.__context__
         if isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and not _from_worker(error):
             # a worker died while a batch of its was being received; torch's SIGCHLD handler names it, in here
             time.sleep(REAPING)

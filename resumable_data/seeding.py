@@ -99,20 +99,13 @@ class StreamsAside:
                         torch.default_generator.set_state(torch_state)
                     finally:
                         try:
-                            _set_python(python)
+                            random.setstate(python)
+                        except BaseException:
+                            random.setstate(python)  # unlike the others it is Python code: raised inside it
+                            raise
                         finally:
                             if threads != 1:
                                 torch.set_num_threads(threads)
-
-
-def _set_python(state: tuple[Any, ...]) -> None:
-    try:
-        random.setstate(state)
-    except BaseException:
-        random.setstate(
-            state
-        )  # unlike the others it is Python code, and a signal handler may raise inside it
-        raise
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from itertools import count, islice
 
 import numpy as np
 import pytest
+import torch
 from support_law import Noted, error_from, global_streams, make, noted, position, through_json, whole_epochs
 
 from resumable_data import ResumableLoader, StaleIteratorError, StateMismatchError
@@ -765,8 +766,27 @@ class Ending(Noted):
         raise StopIteration
 
 
-def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch():
-    loader = ResumableLoader(Ending(10), 2, seed=7)
+def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch(new):
+    options = {name: getattr(new(), name) for name in ("num_workers", "persistent_workers")}
+    loader = ResumableLoader(Ending(10), 2, seed=7, **options)
     message, _ = error_from(RuntimeError, lambda: list(loader))
     assert "StopIteration" in message
     assert position(loader) == (0, 0)
+
+
+def test_an_alarm_at_any_bytecode_leaves_the_process_its_own_streams():
+    threads = torch.get_num_threads()
+    moments = np.random.default_rng(21).uniform(1e-5, 2.5e-3, 1000)
+    moved = 0
+    for moment in moments.tolist():
+        loader = make(n=40)
+        before = global_streams()
+        try:
+            with alarm_in(moment):
+                for _ in loader:
+                    pass
+        except Stopped:
+            pass
+        moved += global_streams() != before or torch.get_num_threads() != threads
+        torch.set_num_threads(threads)
+    assert moved == 0
