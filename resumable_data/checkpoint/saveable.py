@@ -15,6 +15,14 @@ _DICTS = (dict, collections.OrderedDict, collections.Counter)
 _LISTS = (list, tuple, set)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _DEEPEST = 64  # levels of containers
+_INT_BITS = 8 * 255 - 1  # the longest int that a safe load reads; its unpickler has no opcode for more
+# torch.load has no storage for these, though torch.save writes them
+_UNREADABLE = frozenset(
+    dtype
+    for bits in range(1, 8)
+    for sign in ("int", "uint")
+    if isinstance(dtype := getattr(torch, f"{sign}{bits}", None), torch.dtype)
+)
 
 _Met = tuple[torch.Tensor, str]  # a tensor and its key path
 
@@ -43,8 +51,12 @@ def _collect(tree: Any) -> list[_Met]:
     while stack:
         value, path, above = stack.pop()
         kind = type(value)
-        if kind in _LEAVES:
+        if _is_plain(value):
             continue
+        if kind in _LEAVES:
+            raise TypeError(
+                f"state{path} is {_odd(value)}, which a safe load (weights_only=True) cannot read"
+            )
         if kind in _TENSORS:
             if id(value) not in tensors:
                 _check_tensor(value, path)
@@ -62,17 +74,30 @@ def _collect(tree: Any) -> list[_Met]:
     return list(tensors.values())
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a leaf that can be read back."""
+    kind = type(value)
+    if kind is int:
+        return bool(value.bit_length() <= _INT_BITS)
+    return kind in _LEAVES and not (kind is bytes and not value)
+
+
+def _odd(value: Any) -> str:
+    return f"an int of {value.bit_length()} bits" if type(value) is int else "an empty bytes object"
+
+
 def _children(value: Any, path: str) -> list[tuple[str, Any]]:
     if type(value) in _LISTS:
-        if set(map(type, value)) <= _LEAVES:  # a list of a million losses is done in one line
+        if set(map(type, value)) <= _LEAVES - {int, bytes}:  # a list of a million losses is done in one line
             return []
-        return [(f"[{i}]", item) for i, item in enumerate(value) if type(item) not in _LEAVES]
+        return [(f"[{i}]", item) for i, item in enumerate(value) if not _is_plain(item)]
     for key in value:
-        if type(key) not in _LEAVES and not (type(key) is tuple and set(map(type, key)) <= _LEAVES):
-            raise TypeError(f"state{path} has a key that cannot be saved: {_message(key, path)}")
+        if not _is_plain(key) and not (type(key) is tuple and all(map(_is_plain, key))):
+            what = _message(key, path) if type(key) not in _LEAVES else _odd(key)
+            raise TypeError(f"state{path} has a key that cannot be saved: {what}")
     # state_dict() hangs its metadata on the OrderedDict; pickle saves that too
     hung = [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
-    return [(f"[{key!r}]", item) for key, item in value.items() if type(item) not in _LEAVES] + hung
+    return [(f"[{key!r}]", item) for key, item in value.items() if not _is_plain(item)] + hung
 
 
 def _message(value: Any, path: str) -> str:
@@ -87,29 +112,34 @@ def _message(value: Any, path: str) -> str:
 def _check_tensor(value: torch.Tensor, path: str) -> None:
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
         raise TypeError(
-            f"state{path} is a {value.layout} {value.dtype} tensor; only dense strided ones are saved"
+            f"state{path} is a {value.layout} {value.dtype} tensor; only dense strided ones are saved. "
+            "A sparse gradient is gone after optimizer.zero_grad()"
         )
+    if value.dtype in _UNREADABLE:
+        raise TypeError(f"state{path} is a {value.dtype} tensor, which torch.load cannot read; save a view")
+    if vars(value):  # pickled with the tensor, unchecked
+        raise TypeError(f"state{path} is a tensor with attributes {sorted(vars(value))}; save its detach()")
     if value.device.type == "meta":
         raise TypeError(f"state{path} is a tensor on the meta device, which holds no values to save")
 
 
 def _own_storage(tensors: list[_Met], copy: bool) -> dict[int, torch.Tensor]:
     """Replacements, by id, of the tensors whose storage is larger than what is saved of it."""
-    groups: dict[tuple[torch.device, int], list[_Met]] = {}
+    groups: dict[tuple[torch.device, int, int], list[_Met]] = {}
     owned: dict[int, torch.Tensor] = {}
     for tensor, path in tensors:
+        storage = tensor.untyped_storage()
         if tensor.numel() == 0:
-            if copy or tensor.untyped_storage().nbytes():
-                owned[id(tensor)] = _like(
-                    tensor,
-                    torch.empty_strided(
-                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-                    ),
-                )
-        elif not (
-            tensor.is_conj() or tensor.is_neg()
-        ):  # lazy views, resolved by torch.save as it thinks right
-            groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append((tensor, path))
+            if copy or storage.nbytes():
+                shape, stride = tensor.shape, tensor.stride()
+                empty = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+                owned[id(tensor)] = _like(tensor, empty)
+        elif tensor.is_conj() or tensor.is_neg():  # lazy views: torch.save takes their storage whole
+            if copy:
+                owned[id(tensor)] = _like(tensor, tensor.detach().resolve_conj().resolve_neg().clone())
+        else:  # the size too: numpy's memory may be under two storages that begin at one address
+            place = (tensor.device, storage.data_ptr(), storage.nbytes())
+            groups.setdefault(place, []).append((tensor, path))
     for group in groups.values():
         clusters = _clusters(group)
         kept = sum(end - start for start, end, _ in clusters)
@@ -183,7 +213,7 @@ def _rebuild(value: Any, owned: dict[int, torch.Tensor], memo: dict[int, Any]) -
         for key, item in value.items():
             new[key] = _rebuild(item, owned, memo)
         for name, item in getattr(value, "__dict__", {}).items():
-            setattr(new, name, item)
+            setattr(new, name, _rebuild(item, owned, memo))
     elif set(map(type, value)) <= _LEAVES:
         new = kind(value)
     else:

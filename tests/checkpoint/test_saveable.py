@@ -157,3 +157,68 @@ def test_dtypes_over_one_storage_are_parted_or_refused(copy):
     assert torch.equal(torch.cat([part.view(torch.uint8) for part in back]), raw)
     with pytest.raises(TypeError, match=r"\['b'\] is a torch.float64 view.*torch.uint8"):
         prepare({"a": raw[:20], "b": raw[16:32].view(torch.float64)}, copy=copy)
+
+
+LONGEST = [2**2039 - 1, 1 - 2**2039]
+
+
+def test_the_longest_ints_come_back():
+    prepare(LONGEST)
+    assert size_and_back(LONGEST)[1] == LONGEST
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"a": 2**2039}, r"state\['a'\] is an int of 2040 bits"),
+        ({"a": [0, -(2**3000)]}, r"state\['a'\]\[1\] is an int of 3001 bits"),
+        ({"a": b""}, r"state\['a'\] is an empty bytes object"),
+        ({"a": (1, [b"x", b""])}, r"state\['a'\]\[1\]\[1\] is an empty bytes"),
+        ({b"": 1}, "key that cannot be saved: an empty bytes"),
+        ({"a": {(1, 2**2039): 1}}, r"state\['a'\] has a key that cannot be saved"),
+    ],
+)
+def test_values_that_torch_writes_and_cannot_read_are_refused(value, path):
+    with pytest.raises(Exception, match="Weights only load failed"):
+        size_and_back(value)
+    with pytest.raises(TypeError, match=path):
+        prepare(value)
+
+
+def with_attribute(tensor):
+    tensor.note = np.float64(1)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("tensor", "match"),
+    [
+        (torch.zeros(3, dtype=torch.uint4), "torch.uint4 tensor, which torch.load cannot read"),
+        (torch.zeros(3, dtype=torch.int8).view(torch.int2), "torch.int2"),
+        (with_attribute(torch.zeros(3)), r"attributes \['note'\]"),
+        (with_attribute(torch.nn.Parameter(torch.zeros(3))), r"attributes \['note'\]"),
+    ],
+)
+def test_tensors_that_torch_writes_and_cannot_read_are_refused(tensor, match):
+    with pytest.raises(Exception, match=r"Weights only load failed|not recognized"):
+        size_and_back({"x": tensor})
+    with pytest.raises(TypeError, match=match):
+        prepare({"x": tensor})
+
+
+def test_two_storages_that_begin_at_one_address():
+    memory = np.arange(10.0)
+    tree = {"part": torch.from_numpy(memory[:5]), "all": torch.from_numpy(memory)}
+    _, back = size_and_back(prepare(tree))
+    assert all(torch.equal(back[key], tree[key]) for key in tree)
+    assert tree["part"].untyped_storage().nbytes() == 40
+
+
+@pytest.mark.parametrize("lazy", ["conj", "neg"])
+def test_a_copy_of_a_lazy_view_does_not_follow_it(lazy):
+    numbers = torch.ones(3, dtype=torch.complex64)
+    view = numbers.conj() if lazy == "conj" else numbers.conj().imag
+    before = view.clone()
+    copied = prepare({"x": view}, copy=True)["x"]
+    numbers.add_(2 + 3j)
+    assert torch.equal(copied, before)
