@@ -16,6 +16,7 @@ SCHEMA = "resumable_data.index.v1"
 LATEST = "latest.json"
 MAX_INDEX_BYTES = 1_000_000
 MAX_STEP = 10**12 - 1  # what twelve digits hold
+_METRIC_BITS = 1023  # of an int that a float can hold too
 
 _DATA = re.compile(r"step_(?P<step>[0-9]{12})(?:\.g(?P<generation>[1-9][0-9]{0,5}))?\.(?P<kind>pt|json)")
 _DEAD = re.compile(r"\.(?P<name>step_[0-9]{12}(?:\.g[1-9][0-9]{0,5})?\.pt)\.[0-9a-f]{12}\.dead")
@@ -131,9 +132,12 @@ def clean_metrics(metrics: Mapping[str, Any] | None) -> dict[str, int | float | 
             if isinstance(value, (str, bytes, bool)):
                 raise TypeError(f"metrics[{name!r}] must be a number, found {value!r}")
             try:
-                value = float(value)  # tensors of one element and numpy's numbers too
-            except (TypeError, ValueError, RuntimeError) as error:
+                # tensors of one element and numpy's numbers too; torch warns of float() on a graph's end
+                value = float(value.detach() if hasattr(value, "detach") else value)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise TypeError(f"metrics[{name!r}] must be a number, found {value!r}") from error
+        elif value.bit_length() > _METRIC_BITS:
+            raise TypeError(f"metrics[{name!r}] must be a number of at most {_METRIC_BITS} bits")
         clean[name] = value if math.isfinite(value) else None
     return clean
 

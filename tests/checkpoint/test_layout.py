@@ -2,6 +2,7 @@ import hashlib
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -158,3 +159,11 @@ def test_names_come_back(step, generation):
 def test_other_names_are_not_ours(name):
     assert layout.parse_name(name) is None
     assert not layout.is_ours(name)
+
+
+def test_metrics_on_a_graph_and_too_long_ints():
+    loss = torch.ones(1, requires_grad=True).sum()
+    assert layout.clean_metrics({"loss": loss, "n": 2**1000}) == {"loss": 1.0, "n": 2**1000}
+    for value in (10**400, -(10**400)):
+        with pytest.raises(TypeError, match=r"metrics\['n'\]"):
+            layout.clean_metrics({"n": value})
