@@ -28,6 +28,7 @@ FLOORS: list[list[str]] = [
         "checkpoint.lock",
         "checkpoint.models",
         "checkpoint.optimizers",
+        "checkpoint.config",
         "checkpoint.payload",
         "checkpoint.store",
         "checkpoint.background",

@@ -7,7 +7,7 @@ have them, so that a run may be wrapped otherwise when it resumes.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -64,6 +64,12 @@ def module_grads(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {bare(name): p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
+def frozen_names(module: torch.nn.Module) -> list[str]:
+    """The bare names of the parameters that do not ask for gradients."""
+    bare = bare_names(module)
+    return [bare(name) for name, p in module.named_parameters() if not p.requires_grad]
+
+
 def check_module(name: str, module: torch.nn.Module, saved: Any) -> None:
     """Compare keys, shapes, dtypes and layouts exactly; CheckpointMismatchError lists what differs."""
     if not isinstance(saved, Mapping):
@@ -84,8 +90,12 @@ def _tensor_differences(key: str, saved: Any, current: Any) -> list[str]:
         return [] if same else [f"{key} is a tensor in the file, a {type(current).__name__} in the model"]
     if not isinstance(saved, torch.Tensor):
         return [f"{key} is a {type(saved).__name__} in the file, a tensor in the model"]
+    if torch.nn.parameter.is_lazy(current):
+        return [f"{key} has no shape yet: run a batch through the model first"]
     if current.device.type == "meta":
         return [f"{key} is on the meta device, which keeps no values"]
+    if any(size > 1 and step == 0 for size, step in zip(current.shape, current.stride(), strict=True)):
+        return [f"{key} is expanded, elements share memory: torch cannot copy into it, clone() it"]
     found = (tuple(saved.shape), saved.dtype, saved.layout)
     wanted = (tuple(current.shape), current.dtype, current.layout)
     return [] if found == wanted else [f"{key} is {_shown(found)} in the file, {_shown(wanted)} in the model"]
@@ -106,6 +116,19 @@ def check_modes(name: str, module: torch.nn.Module, saved: Any) -> None:
     ]
     differences += [f"submodule {key} is only in the file" for key in saved.keys() - current.keys()]
     raise_differences(name, differences, "Build the model that was saved.")
+
+
+def check_frozen(name: str, module: torch.nn.Module, saved: Any) -> None:
+    """The saved list must name parameters of the module; DDP settled its own when it was built."""
+    if type(saved) is not list or any(type(key) is not str for key in saved):
+        raise CheckpointMismatchError(f"{name}: the file does not say which of its parameters are frozen")
+    bare = bare_names(module)
+    names = {bare(key) for key, _ in module.named_parameters()}
+    differences = [f"frozen parameter {key} is not here" for key in set(saved) - names]
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        moved = set(saved) ^ set(frozen_names(module))
+        differences += [f"parameter {key} was frozen in only one of file and model" for key in moved]
+    raise_differences(name, differences, "Set requires_grad as at the save before DDP wraps the model.")
 
 
 def check_grads(name: str, module: torch.nn.Module, saved: Any) -> None:
@@ -148,10 +171,24 @@ def load_grads(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> No
         value = saved.get(bare(name))
         if value is None:
             parameter.grad = None
-        elif parameter.grad is not None and parameter.grad.stride() == value.stride():
-            parameter.grad.copy_(value)  # it may be a view into a bucket of DDP's
+        elif parameter.grad is not None and _same_form(parameter.grad, value):
+            parameter.grad.detach().copy_(value)  # it may be a view into a bucket of DDP's
         else:
             parameter.grad = value.detach().to(parameter.device, copy=True)
+
+
+def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
+    strided = one.layout is torch.strided
+    return strided and one.stride() == other.stride() and one.dtype == other.dtype
+
+
+def load_frozen(module: torch.nn.Module, saved: Collection[str]) -> None:
+    """Set every parameter's `requires_grad`."""
+    bare = bare_names(module)
+    for name, parameter in module.named_parameters():
+        frozen = bare(name) in saved
+        if parameter.requires_grad is frozen:
+            parameter.requires_grad_(not frozen)
 
 
 def load_modes(module: torch.nn.Module, saved: Mapping[str, bool]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from resumable_data.checkpoint.models import raise_differences
+from resumable_data.checkpoint.models import bare_names, raise_differences
 from resumable_data.checkpoint.saveable import prepare
 from resumable_data.errors import CheckpointMismatchError
 
@@ -102,6 +102,35 @@ def _state_differences(state: Any, parameters: Mapping[Any, torch.Tensor]) -> li
     return differences
 
 
+def place_names(optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> list[list[str]]:
+    """For each group the names of its parameters, in order; "" for one that is in none of the modules."""
+    names: dict[int, str] = {}
+    for label, module in sorted(modules.items()):
+        bare = bare_names(module)
+        for key, parameter in module.named_parameters():
+            names.setdefault(id(parameter), f"{label}.{bare(key)}")
+    return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+
+
+def check_places(
+    name: str, optimizer: torch.optim.Optimizer, saved: Any, modules: Mapping[str, torch.nn.Module]
+) -> None:
+    """Each saved state must be of the parameter that stands in its place now: torch goes by place alone.
+
+    Places whose names either side does not know are not compared.
+    """
+    current = place_names(optimizer, modules)
+    if type(saved) is not list or list(map(len, saved)) != list(map(len, current)):
+        raise CheckpointMismatchError(f"{name}: the file does not name the parameters of its groups")
+    differences = [
+        f"place {j} of group {i} is {old}'s in the file, {new}'s here"
+        for i, (was, now) in enumerate(zip(saved, current, strict=True))
+        for j, (old, new) in enumerate(zip(was, now, strict=True))
+        if old and new and old != new
+    ]
+    raise_differences(name, differences, "Give the optimizer its parameters in the order of the save.")
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Set a checked state, in copies of its own.
 
@@ -116,9 +145,18 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
     )
     for number, parameter in pairs:
         for field, value in own["state"].get(number, {}).items():
-            there = optimizer.state[parameter][field]
-            if isinstance(value, torch.Tensor) and there.dtype != value.dtype:
-                optimizer.state[parameter][field] = value.to(there.device)
+            optimizer.state[parameter][field] = _uncast(value, optimizer.state[parameter][field])
+
+
+def _uncast(value: Any, there: Any) -> Any:
+    """What torch made of a value, with the value's own dtype where torch has cast it, also in containers."""
+    if isinstance(value, torch.Tensor):
+        return there if there.dtype == value.dtype else value.to(there.device)
+    if isinstance(value, dict):
+        return {key: _uncast(item, there[key]) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_uncast(a, b) for a, b in zip(value, there, strict=True))
+    return there
 
 
 def optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

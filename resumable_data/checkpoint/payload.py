@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from resumable_data.checkpoint import models, optimizers
+from resumable_data.checkpoint.config import check_config
 from resumable_data.checkpoint.saveable import prepare
 from resumable_data.errors import CheckpointMismatchError, ResumableDataError
 from resumable_data.rng import capture_rng_state, plan_rng_restore
@@ -20,7 +21,8 @@ from resumable_data.rng_streams import GENERATOR_TYPES
 SCHEMA = "ckpt.v1"
 
 _OWN_PLACES = ("model", "optimizer", "scheduler", "data")  # top-level keys; other objects go to "extra"
-_KEYS = {"schema", *_OWN_PLACES, "state", "rng", "modes", "grads", "config", "extra", "wall_saved_at"}
+_DICTS = ("state", "extra", "modes", "grads", "wiring", "rng")
+_KEYS = {"schema", *_OWN_PLACES, *_DICTS, "config", "wall_saved_at"}
 _PHASES = ("extra", "scheduler", "data", "optimizer", "model", "modes")  # the RNG before the models
 _RESERVED = ("step", "epoch", "batch_in_epoch")
 
@@ -50,7 +52,7 @@ def build_payload(
 
     Returns:
         A dict with the keys ``schema``, ``model``, ``optimizer``, ``scheduler``, ``data``, ``state``,
-        ``rng``, ``modes``, ``grads``, ``config``, ``extra`` and ``wall_saved_at``.
+        ``rng``, ``modes``, ``grads``, ``wiring``, ``config``, ``extra`` and ``wall_saved_at``.
 
     Raises:
         TypeError: An object without ``state_dict`` in a place that needs one, or a value that could not be
@@ -88,10 +90,25 @@ def collect(
             payload["grads"].update(grads)
         elif grads:
             payload["grads"][_others_grads(name)] = grads
+    payload["wiring"] = _wiring(objects, modules)
     payload["config"] = config
     payload["wall_saved_at"] = time.time()
     payload["rng"] = capture_rng_state(generators)
     return payload
+
+
+def _wiring(objects: Mapping[str, Any], modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
+    """What state dicts leave out: frozen parameters, whose is each place of an optimizer, classes."""
+    own = {name: value for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)}
+    return {
+        "frozen": {name: models.frozen_names(module) for name, module in modules.items()},
+        "places": {name: optimizers.place_names(optimizer, modules) for name, optimizer in own.items()},
+        "classes": {
+            name: type(value).__name__
+            for name, value in objects.items()
+            if isinstance(value, (torch.optim.Optimizer, LRScheduler))
+        },
+    }
 
 
 def _state_of(name: str, value: Any, *, plain: bool) -> Any:
@@ -208,36 +225,11 @@ def _check_shape(payload: Any) -> None:
         raise CheckpointMismatchError(
             f"The payload's keys differ from {SCHEMA}'s in {differing}", found=differing
         )
-    for key in ("state", "modes", "grads", "extra", "rng"):
+    for key in _DICTS:
         if not isinstance(payload[key], Mapping):
             raise CheckpointMismatchError(
                 f"The payload's {key!r} is a {type(payload[key]).__name__}, not a dict"
             )
-
-
-def check_config(saved: Any, current: Any) -> None:
-    """Compare two configurations, types included; CheckpointMismatchError lists the keys that differ."""
-    differing = _config_differences("", saved, current)
-    if differing:
-        raise CheckpointMismatchError(
-            f"The configuration differs: {'; '.join(differing[:8])}. Start another directory, or accept it "
-            'with override={"config"}.',
-            expected=current,
-            found=saved,
-        )
-
-
-def _config_differences(path: str, saved: Any, current: Any) -> list[str]:
-    if isinstance(saved, dict) and isinstance(current, dict):
-        keys = [key for key in current if key in saved]
-        found = [d for key in keys for d in _config_differences(f"{path}.{key}", saved[key], current[key])]
-        found += [f"{path}.{key} is only in the file"[1:] for key in saved if key not in current]
-        return found + [f"{path}.{key} is not in the file"[1:] for key in current if key not in saved]
-    if isinstance(saved, (list, tuple)) and type(saved) is type(current) and len(saved) == len(current):
-        pairs = zip(saved, current, strict=True)
-        return [d for i, (a, b) in enumerate(pairs) for d in _config_differences(f"{path}[{i}]", a, b)]
-    same = type(saved) is type(current) and bool(saved == current)
-    return [] if same else [f"{path.lstrip('.') or 'config'} was {saved!r:.80}, is {current!r:.80}"]
 
 
 # ── validate, then set ───────────────────────────────────────────────────────────────────────────────
@@ -246,21 +238,22 @@ def _config_differences(path: str, saved: Any, current: Any) -> list[str]:
 def _plan(payload: Mapping[str, Any], objects: Mapping[str, Any], override: set[str]) -> list[_Step]:
     """Check each object; the steps that set them, in the order of `_PHASES`."""
     phases: dict[str, list[_Step]] = {key: [] for key in _PHASES}
+    held = {name: payload[name] for name in _OWN_PLACES if payload[name] is not None} | payload["extra"]
+    modules = {name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)}
     for name, value in objects.items():
         if value is None:
             continue
-        if name not in (payload if name in _OWN_PLACES else payload["extra"]) or (
-            name in _OWN_PLACES and payload[name] is None
-        ):
-            held = sorted([n for n in _OWN_PLACES if payload[n] is not None] + list(payload["extra"]))
+        if name not in held:
             raise CheckpointMismatchError(
-                f"{name}: not in the file, which holds {held}", expected=name, found=held
+                f"{name}: not in the file, which holds {sorted(held)}", expected=name, found=sorted(held)
             )
-        saved = payload[name] if name in _OWN_PLACES else payload["extra"][name]
+        saved = held[name]
+        _check_class(name, value, _wired(payload, "classes").get(name))
         if isinstance(value, torch.nn.Module):
             _plan_module(name, value, saved, payload, phases)
         elif isinstance(value, torch.optim.Optimizer):
             optimizers.check_optimizer(name, value, saved)
+            optimizers.check_places(name, value, _wired(payload, "places").get(name), modules)
             phases["optimizer"].append(_optimizer_step(name, value, saved))
         elif callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
             is_scheduler = isinstance(value, (LRScheduler, torch.amp.GradScaler)) or name == "scheduler"
@@ -271,6 +264,24 @@ def _plan(payload: Mapping[str, Any], objects: Mapping[str, Any], override: set[
         elif name in _OWN_PLACES:
             raise TypeError(f"objects[{name!r}] is a {type(value).__name__} without load_state_dict")
     return [step for steps in phases.values() for step in steps]
+
+
+def _wired(payload: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    found = payload["wiring"].get(part)
+    if not isinstance(found, Mapping):
+        raise CheckpointMismatchError(f"The payload's 'wiring' has no {part!r}")
+    return found
+
+
+def _check_class(name: str, value: Any, saved: Any) -> None:
+    current = type(value).__name__
+    if saved != current and isinstance(value, (torch.optim.Optimizer, LRScheduler)):
+        raise CheckpointMismatchError(
+            f"{name}: the file's is a {saved}, this one a {current}. Nothing was changed. Use the class that "
+            "was saved, or start another directory.",
+            expected=current,
+            found=saved,
+        )
 
 
 def _plan_module(
@@ -285,19 +296,23 @@ def _plan_module(
     models.check_module(name, module, saved)
     models.check_grads(name, module, own)
     models.check_modes(name, module, modes)
-    before = models.module_modes(module)
+    frozen: Any = _wired(payload, "frozen").get(name)
+    models.check_frozen(name, module, frozen)
+    modes_before, frozen_before = models.module_modes(module), models.frozen_names(module)
 
     def load() -> None:
         models.load_module(module, saved)
         models.load_grads(module, own)
 
     phases["model"].append((name, load, None))
+
+    def set_flags(modes: Mapping[str, bool], frozen: list[str]) -> None:
+        models.load_modes(module, modes)
+        models.load_frozen(module, set(frozen))
+
+    flags = f"{name}'s training flags"
     phases["modes"].append(
-        (
-            f"{name}'s modes",
-            lambda: models.load_modes(module, modes),
-            lambda: models.load_modes(module, before),
-        )
+        (flags, lambda: set_flags(modes, frozen), lambda: set_flags(modes_before, frozen_before))
     )
 
 

@@ -40,7 +40,7 @@ def test_the_shape_of_a_payload():
     run.train(3)
     objects = run.objects | {"best": 1.5}
     payload = build_payload(objects, step=3, state={"losses": run.losses}, config={"a": 1})
-    keys = "schema model optimizer scheduler data state rng modes grads config extra wall_saved_at"
+    keys = "schema model optimizer scheduler data state rng modes grads wiring config extra wall_saved_at"
     assert set(payload) == set(keys.split())
     assert payload["schema"] == "ckpt.v1"
     assert payload["state"] == {"step": 3, "epoch": 0, "batch_in_epoch": 3, "losses": run.losses}
@@ -520,3 +520,52 @@ def test_generators_of_the_callers_go_among_the_objects():
     fresh = torch.Generator()
     apply_payload(payload, {"aug": fresh})
     assert torch.equal(torch.rand(3, generator=fresh), expected)
+
+
+def test_state_in_containers_comes_back_in_its_own_dtype():
+    exact = {"list": [torch.tensor([1 / 3], dtype=torch.float64)], "deep": {"n": torch.tensor([2**24 + 1])}}
+    source, target = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (source, target)]
+    optimizers[0].state[source.weight] = exact
+    apply_payload(build_payload({"optimizer": optimizers[0]}, step=1), {"optimizer": optimizers[1]})
+    found = optimizers[1].state[target.weight]
+    assert picture(found) == picture(exact)
+
+
+class Expanded(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(1, 1)
+        self.register_buffer("wide", torch.zeros(1).expand(5))
+
+
+@pytest.mark.parametrize(
+    ("model", "filled", "match"),
+    [
+        (lambda: torch.nn.LazyLinear(3), lambda m: m(torch.zeros(1, 4)), "run a batch through the model"),
+        (Expanded, lambda m: None, r"wide is expanded"),
+    ],
+)
+def test_models_that_cannot_take_values_are_refused_before_anything_changes(model, filled, match):
+    source, target = model(), model()
+    filled(source)
+    payload = build_payload({"model": source}, step=1)
+    before = {k: v.clone() for k, v in target.named_parameters() if not torch.nn.parameter.is_lazy(v)}
+    with pytest.raises(CheckpointMismatchError, match=match):
+        apply_payload(payload, {"model": target})
+    assert all(torch.equal(dict(target.named_parameters())[k], v) for k, v in before.items())
+
+
+def test_a_dense_gradient_replaces_a_sparse_one():
+    source, target = torch.nn.Embedding(4, 2), torch.nn.Embedding(4, 2, sparse=True)
+    for model in (source, target):
+        model(torch.tensor([1])).sum().backward()
+    apply_payload(build_payload({"model": source}, step=1), {"model": target})
+    assert torch.equal(target.weight.grad, source.weight.grad)
+
+
+def test_a_sparse_gradient_is_refused_with_the_way_out():
+    model = torch.nn.Embedding(4, 2, sparse=True)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"\['grads'\]\['weight'\].*zero_grad"):
+        build_payload({"model": model}, step=1)
