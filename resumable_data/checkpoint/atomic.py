@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from resumable_data.checkpoint.saveable import prepare
-from resumable_data.checkpoint.temps import is_dead, temp_name
+from resumable_data.checkpoint.temps import is_dead, shortened, temp_name
 from resumable_data.errors import CheckpointWriteError
 
 _BUFFER = 256 * 1024  # small writes are gathered up to this many bytes
@@ -126,6 +127,19 @@ class Sink:
             view = view[self._ops.write(self._fd, view) :]
 
 
+def torch_save(value: Any, sink: Sink) -> None:
+    """`torch.save` into a sink; an interrupt in the midst of it comes out as itself."""
+    ambient = sys.exc_info()[1]
+    try:
+        torch.save(value, sink)  # type: ignore[arg-type]  # torch asks for a file's write and flush only
+    except RuntimeError as error:
+        # one that met `Sink.write` outside its try is behind torch's complaint about the bytes missing
+        first = error.__context__
+        if first is not None and first is not ambient and not isinstance(first, Exception):
+            raise first from None
+        raise
+
+
 @dataclass(frozen=True)
 class Written:
     """A temp on the disk, synced: its final name, its path, its bytes and their sha256 in hex."""
@@ -170,8 +184,8 @@ class Commit:
     def write(self, name: str, produce: Callable[[Sink], None]) -> Written:
         """Write a temp for the file `name`, sync and close it."""
         temp = self.directory / temp_name(name)
+        self._temps.add(temp)  # before it is made, so that no interrupt in between leaves it
         fd = self._ops.open(str(temp), _CREATE, 0o666)
-        self._temps.add(temp)
         sink = Sink(self._ops, fd)
         try:
             try:
@@ -262,12 +276,12 @@ def sweep(directory: Path, ops: FsOps, *, ours: Callable[[str], bool], alone: bo
 
 def make_directory(directory: Path, ops: FsOps) -> None:
     """Create a directory and its parents, each durable in the one above it."""
-    missing = []
-    place = directory
-    while not place.exists():
-        missing.append(place)
-        place = place.parent
     with named_errors(directory):
+        missing = []
+        place = directory
+        while not place.exists():
+            missing.append(place)
+            place = place.parent
         for place in reversed(missing):
             place.mkdir(exist_ok=True)
             sync_directory(place.parent, ops)
@@ -292,7 +306,7 @@ def atomic_torch_save(state: Any, path: str | os.PathLike[str]) -> None:
         CheckpointWriteError: The write failed; errno, path, bytes needed and free are set.
     """
     ready = prepare(state)
-    _replace(Path(path), lambda sink: torch.save(ready, sink))  # type: ignore[arg-type]  # a file with write
+    _replace(Path(path), lambda sink: torch_save(ready, sink))
 
 
 def atomic_json_dump(value: Any, path: str | os.PathLike[str]) -> None:
@@ -332,6 +346,6 @@ def _check_json_keys(value: Any, path: str) -> None:
 def _replace(path: Path, produce: Callable[[Sink], None]) -> None:
     make_directory(path.parent, FS)
     with Commit(path.parent, FS) as commit:
-        sweep(path.parent, FS, ours=lambda name: name == path.name, alone=False)
+        sweep(path.parent, FS, ours=lambda name: name == shortened(path.name), alone=False)
         commit.rename(commit.write(path.name, produce))
         commit.sync()

@@ -23,6 +23,8 @@ from resumable_data.errors import CheckpointWriteError
 
 LOCK_NAME = ".writer.lock"
 
+_TAKEN = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
+
 _Key = tuple[int, int]
 
 
@@ -36,6 +38,7 @@ class DirectoryLock:
         pid: Of the process that took it: a fork inherits the object, not the lock.
         holders: How many managers hold it.
         mutex: Held while one of them writes.
+        writer: The manager that is writing; a second one in the same thread was called by a signal handler.
     """
 
     key: _Key
@@ -43,6 +46,7 @@ class DirectoryLock:
     pid: int
     holders: int = 0
     mutex: threading.RLock = field(default_factory=threading.RLock)
+    writer: object = None
 
 
 _held: dict[_Key, DirectoryLock] = {}
@@ -56,14 +60,26 @@ def directory_key(directory: Path) -> _Key:
 
 
 def is_current(lock: DirectoryLock, directory: Path) -> bool:
-    """Whether a lock is this process's and still the directory's: it may have been deleted and made anew."""
+    """Whether a lock is this process's and still the directory's: it may have been deleted and made anew.
+
+    The kernel drops a record lock when its process closes any descriptor of the file, as copying the whole
+    directory does; so it is taken once more, which does nothing where it is still held.
+    """
     try:
         there = (directory / LOCK_NAME).stat()
     except FileNotFoundError:
         return False
     ours = os.fstat(lock.fd)
     same_file = (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
-    return same_file and lock.pid == os.getpid() and lock.key == directory_key(directory)
+    if not same_file or lock.pid != os.getpid() or lock.key != directory_key(directory):
+        return False
+    try:
+        fcntl.lockf(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _TAKEN:
+            return False
+        raise
+    return True
 
 
 def acquire(directory: Path, ops: FsOps) -> DirectoryLock:
@@ -106,7 +122,7 @@ def _take(path: Path, ops: FsOps) -> int:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
+            if error.errno in _TAKEN:
                 raise _refused(path, os.pread(fd, 4096, 0)) from error
             raise
         who = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import operator
 import os
 import secrets
+import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +22,7 @@ from resumable_data.checkpoint.lock import DirectoryLock, acquire, is_current, r
 from resumable_data.checkpoint.payload import apply_all, collect
 from resumable_data.checkpoint.saveable import prepare
 from resumable_data.checkpoint.store import Entry, Loaded, Skipped, Store
+from resumable_data.errors import CheckpointWriteError
 
 
 @dataclass(frozen=True)
@@ -94,14 +98,16 @@ class CheckpointManager:
                 raise NotImplementedError(f"{name} is not available yet; leave it out")
         if durability != "full":
             raise NotImplementedError("durability other than 'full' is not available yet")
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # the program may change its directory
         self.every_steps = every_steps
         self.keep_last = keep_last
         self.enabled = enabled
         self._config = config
         self._generators = generators
         self._ops: FsOps = FS
+        self._guard = threading.RLock()  # held while this manager writes or gives its right back
         self._lock: DirectoryLock | None = None
+        self._closing = False  # `close` was called by a signal handler in the midst of a save
         self._run: tuple[str, int] | None = None  # id and ordinal, once begun or continued
         self._resumed: str | None = None  # name of the data file that the run went on from
         self._last_step: int | None = None  # of the newest checkpoint of this run
@@ -145,7 +151,8 @@ class CheckpointManager:
 
         Called by the one process that writes, at any step: `should_save` is not asked. A second save of a
         step is its next generation. The first save without a `restore` begins a run, which is newer than
-        every other run in the directory, whatever their steps.
+        every other run in the directory, whatever their steps; so does a step below the last one saved.
+        From a signal handler it is refused while a save is under way: let the handler set a flag instead.
 
         Args:
             step: Steps done, 0 to 999,999,999,999.
@@ -169,8 +176,7 @@ class CheckpointManager:
         if not self.enabled:
             return None
         payload = prepare(collect(objects, number, state, self._config, self._generators))
-        with self._writing().mutex:
-            store = self._store()
+        with self._writing() as store:
             with named_errors(self.directory):
                 store.sweep()
                 index = self._commit(store, payload, number, clean)
@@ -180,22 +186,19 @@ class CheckpointManager:
     def _commit(
         self, store: Store, payload: Any, step: int, metrics: Mapping[str, int | float | None]
     ) -> layout.Index:
-        run = self._run or self._new_run(store)
+        back = self._last_step is not None and step < self._last_step
+        run = self._new_run(store) if self._run is None or back else self._run
         generation = max(store.generations(step, store.names()), default=-1) + 1
-        made: list[layout.Index] = []
-
-        def make_index(entry: layout.FileEntry) -> layout.Index:
-            made.append(layout.Index(run[0], run[1], step, generation, metrics, (entry,)))
-            return made[0]
-
         name = layout.file_name(step, generation)
-        store.commit(payload, make_index, name)
+        index = store.commit(
+            payload, lambda entry: layout.Index(*run, step, generation, metrics, (entry,)), name
+        )
         self._run = run
         self._last_step = step
         seen = store.fingerprint(name)
         if seen is not None:
             self._verified[name] = seen
-        return made[0]
+        return index
 
     def _new_run(self, store: Store) -> tuple[str, int]:
         ordinals = [entry.index.run_ordinal for entry in store.entries() if entry.index is not None]
@@ -205,7 +208,8 @@ class CheckpointManager:
         """The pointer, then pruning. A failure here undoes no commit: it is a warning, not an error."""
         try:
             store.point_to(index)
-            self._prune(store)
+            if self.keep_last is not None or index.generation:
+                self._prune(store)
         except OSError as error:
             warnings.warn(
                 f"The checkpoint of step {index.step} is committed, but tidying up after it failed: {error}",
@@ -226,13 +230,11 @@ class CheckpointManager:
         Returns:
             The data file of the step, or None when disabled.
         """
-        if blocking is not True:
-            raise NotImplementedError("blocking=False is not available yet; leave it out")
         if self.enabled and _check_step(step) == self._last_step:
             path = self.path_for(step)
             if self._is_verified(self._store(), path.name):
                 return path
-        return self.save(step, objects, state=state, metrics=metrics)
+        return self.save(step, objects, state=state, metrics=metrics, blocking=blocking)
 
     def prune(self) -> None:
         """Delete what `keep_last` does not ask for; `save` does it by itself.
@@ -241,8 +243,9 @@ class CheckpointManager:
             CheckpointWriteError: Another process writes here, or a file cannot be deleted.
         """
         if self.enabled and self.directory.is_dir():
-            with self._writing().mutex, named_errors(self.directory):
-                self._prune(self._store())
+            with self._writing() as store, named_errors(self.directory):
+                self._prune(store)
+                store.sync()
 
     def _prune(self, store: Store) -> None:
         counted: set[tuple[int, int]] = set()  # (ordinal, step) of good checkpoints, the newest first
@@ -258,9 +261,7 @@ class CheckpointManager:
                 counted.add(place)
         for entry in reversed(doomed):  # the oldest first
             store.delete(entry)
-            self._verified.pop(entry.name, None)
-        if doomed:
-            store.sync()
+            self._verified.pop(entry.name, None)  # durable with the next commit, if not before
 
     def _is_verified(self, store: Store, name: str) -> bool:
         return name in self._verified and store.fingerprint(name) == self._verified[name]
@@ -333,18 +334,48 @@ class CheckpointManager:
     # ── the right to write ───────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Let other processes write; a later save asks for the right again. Twice is as good as once."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            release(lock)
+        """Let other processes write; a later save asks for the right again. Twice is as good as once.
 
-    def _writing(self) -> DirectoryLock:
-        make_directory(self.directory, self._ops)
-        if self._lock is not None and not is_current(self._lock, self.directory):
-            self.close()
-        if self._lock is None:
-            self._lock = acquire(self.directory, self._ops)
-        return self._lock
+        It waits for a save in another thread. Called by a signal handler during one, it takes effect when
+        that save ends.
+        """
+        with self._guard:
+            lock = self._lock
+            self._closing = lock is not None and lock.writer is self
+            if lock is not None and not self._closing:
+                self._lock = None
+                release(lock)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[Store]:
+        """The right to write, and the turn of this manager among those of the process."""
+        with self._guard:
+            make_directory(self.directory, self._ops)
+            lock = self._held_lock()
+            with lock.mutex:
+                if lock.writer is not None:  # the mutex lets its own thread in
+                    raise CheckpointWriteError(
+                        f"{self.directory}: this thread is in the midst of a save; a signal handler must not "
+                        "begin another. Let it set a flag, and save after the step.",
+                        errno=errno.EBUSY,
+                        path=str(self.directory),
+                    )
+                try:
+                    lock.writer = self
+                    yield self._store()
+                finally:
+                    lock.writer = None
+                    if self._closing:
+                        self.close()
+
+    def _held_lock(self) -> DirectoryLock:
+        with named_errors(self.directory):
+            lock = self._lock
+            if lock is not None and lock.writer is not self and not is_current(lock, self.directory):
+                self.close()
+            if self._lock is None:
+                self._lock = acquire(self.directory, self._ops)
+            return self._lock
 
     def _store(self) -> Store:
         return Store(self.directory, self._ops)

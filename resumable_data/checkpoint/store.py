@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from resumable_data.checkpoint import gate, layout
-from resumable_data.checkpoint.atomic import Commit, FsOps, Sink, sweep, sync_directory
+from resumable_data.checkpoint.atomic import Commit, FsOps, Sink, sweep, sync_directory, torch_save
 from resumable_data.errors import (
     CheckpointCorruptError,
     CheckpointLimitError,
@@ -91,18 +89,23 @@ class Store:
 
         Raises:
             CheckpointMismatchError: An intact index of a newer schema.
+            CheckpointNotFoundError: A writer deletes faster than this can read.
         """
-        found = []
-        with self._opened() as fd:
-            if fd is None:
-                return []
-            for name in self.names():
-                parsed = layout.parse_name(name)
-                if parsed is not None and parsed[2] == "pt":
-                    entry = _entry(fd, parsed[0], parsed[1])
-                    if entry is not None:
-                        found.append(entry)
-        return sorted(found, key=_order, reverse=True)
+        for _ in range(_RESCANS):
+            with self._opened() as fd:
+                if fd is None:
+                    return []
+                parsed = [layout.parse_name(name) for name in self.names()]
+                data = [found for found in parsed if found is not None and found[2] == "pt"]
+                entries = [_entry(fd, step, generation) for step, generation, _ in data]
+            if None not in entries:  # else one was deleted meanwhile, perhaps after a newer one was written
+                return sorted(filter(None, entries), key=_order, reverse=True)
+        raise self._vanishing()
+
+    def _vanishing(self) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"{self.directory}: its checkpoints are deleted faster than they can be read; try again"
+        )
 
     def newest_good(self) -> Loaded | None:
         """The newest checkpoint that passes the gate, None where there is none at all.
@@ -121,12 +124,15 @@ class Store:
                         _log.warning("checkpoint %s skipped: %s", skip.path, skip.reason)
                     reasons = tuple(skip for skip, _error in skipped)
                     return Loaded(loaded.index, loaded.payload, loaded.seen, reasons)
-                vanished |= not (self.directory / entry.name).exists()
+                vanished |= self.fingerprint(entry.name) is None
+                if vanished:
+                    break  # its deletion may have followed a newer commit
+            if vanished:
+                continue
             if skipped:
                 raise self._none_good(skipped)
-            if not vanished:
-                return None
-        raise CheckpointNotFoundError(f"{self.directory}: its checkpoints vanish while they are being read")
+            return None
+        raise self._vanishing()
 
     def _try(self, entry: Entry, skipped: list[tuple[Skipped, Exception | None]]) -> Loaded | None:
         path = self.directory / entry.name
@@ -183,7 +189,9 @@ class Store:
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────
 
-    def commit(self, payload: Any, make_index: Callable[[layout.FileEntry], layout.Index], name: str) -> Path:
+    def commit(
+        self, payload: Any, make_index: Callable[[layout.FileEntry], layout.Index], name: str
+    ) -> layout.Index:
         """Write data and index, and rename them into place; returns once both survive a power cut.
 
         Args:
@@ -191,13 +199,16 @@ class Store:
             make_index: The index for the data file's entry.
             name: The data file's name, not in the directory yet.
 
+        Returns:
+            The index that was written.
+
         Raises:
             CheckpointWriteError: Nothing was committed.
         """
         placed: list[Path] = []
         with Commit(self.directory, self.ops) as commit:
             try:
-                data = commit.write(name, lambda sink: _save(payload, sink))
+                data = commit.write(name, lambda sink: torch_save(payload, sink))
                 index = make_index(layout.FileEntry(name, data.size, data.sha256))
                 content = layout.index_bytes(index)
                 index_name = layout.file_name(index.step, index.generation, "json")
@@ -207,12 +218,12 @@ class Store:
                 commit.rename(written)
                 commit.sync()
                 placed.append(self.directory / name)
-                path = commit.rename(data)
+                commit.rename(data)
                 commit.sync()
             except BaseException:
                 self._take_back(placed)
                 raise
-        return path
+        return index
 
     def _take_back(self, placed: list[Path]) -> None:
         """Remove what a failed save has already renamed, the data before its index."""
@@ -275,10 +286,6 @@ def _entry(directory: int, step: int, generation: int) -> Entry | None:
         return Entry(step, generation, None, f"its index {name} is missing")
     except _DAMAGE as error:
         return Entry(step, generation, None, str(error))
-
-
-def _save(payload: Any, sink: Sink) -> None:
-    torch.save(payload, sink)  # type: ignore[arg-type]  # torch asks for a file's write and flush only
 
 
 def _put(content: bytes, sink: Sink) -> None:

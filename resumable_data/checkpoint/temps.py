@@ -19,15 +19,19 @@ from pathlib import Path
 _TEMP = re.compile(
     r"\.(?P<target>.+)\.(?P<host>[0-9a-f]{8})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{12}\.tmp"
 )
-_LONGEST_TARGET = 120  # characters; with the rest of the name it stays below the 255 bytes of file systems
+_LONGEST_TARGET = 120  # bytes; with the rest of the name it stays below the 255 of file systems
 
 
 def temp_name(target: str) -> str:
     """A fresh temp's name for the file `target`, in the name of this process."""
-    host, boot = _machine(os.getpid())
-    start = _start_time(os.getpid()) or 0
+    host, boot, start = _this_process(os.getpid())
     tag = f"{host}-{boot}-{os.getpid()}-{start}-{secrets.token_hex(6)}"
-    return f".{target[:_LONGEST_TARGET]}.{tag}.tmp"
+    return f".{shortened(target)}.{tag}.tmp"
+
+
+def shortened(target: str) -> str:
+    """The part of a target's name that its temps bear."""
+    return os.fsencode(target)[:_LONGEST_TARGET].decode("utf-8", "ignore")
 
 
 def is_dead(name: str, *, ours: Callable[[str], bool], alone: bool) -> bool:
@@ -39,13 +43,13 @@ def is_dead(name: str, *, ours: Callable[[str], bool], alone: bool) -> bool:
     found = _TEMP.fullmatch(name)
     if found is None or not ours(found["target"]):
         return False
-    host, boot = _machine(os.getpid())
+    host, boot, our_start = _this_process(os.getpid())
     pid, start = int(found["pid"]), int(found["start"])
     here = found["host"] == host
     if here and found["boot"] != boot:
         return True
     if alone:
-        return not (here and pid == os.getpid() and start == (_start_time(pid) or 0))
+        return not (here and pid == os.getpid() and start == our_start)
     return here and not _is_running(pid, start)
 
 
@@ -70,16 +74,16 @@ def _start_time(pid: int) -> int | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _machine(pid: int) -> tuple[str, str]:
-    """This machine (host name and pid namespace) and this boot, eight hex digits each.
+def _this_process(pid: int) -> tuple[str, str, int]:
+    """This machine (host name and pid namespace) and this boot, eight hex digits each; our start time or 0.
 
-    `pid` is the cache's key: a fork may live in another namespace.
+    `pid` is the cache's key: a fork has a start of its own, and may live in another namespace.
     """
     host, boot = socket.gethostname(), "?"
     with contextlib.suppress(OSError):  # without /proc the name of the machine must do
         host += f" {Path('/proc/self/ns/pid').readlink()}"
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return _digest(host), _digest(boot)
+    return _digest(host), _digest(boot), _start_time(pid) or 0
 
 
 def _digest(text: str) -> str:

@@ -222,7 +222,7 @@ def test_each_call_of_a_managed_save_may_fail(tmp_path):
     commit_point = [i for i, name in enumerate(calls) if name == "dirsync"][1]
     assert calls[:commit_point].count("rename") == 2
     # both temps, the index, the commit; the pointer; the tombstone, its deletion and the index's
-    order = "fsync fsync rename dirsync rename dirsync fsync rename dirsync rename unlink unlink dirsync"
+    order = "fsync fsync rename dirsync rename dirsync fsync rename dirsync rename unlink unlink"
     assert [name for name in calls if name in set(order.split())] == order.split()
     outcomes = set()
     for at in range(len(calls)):
@@ -267,3 +267,55 @@ def test_a_full_disk_for_good_leaves_the_old_checkpoint(tmp_path):
                 manager.save(2, {"value": torch.zeros(3)})
         assert caught.value.errno == errno.ENOSPC
         assert names(tmp_path) == before
+
+
+def test_a_long_name_in_any_script_is_saved_and_its_dead_temps_are_swept(tmp_path):
+    path = tmp_path / ("\u00e9" * 110 + ".pt")
+    atomic_torch_save({"n": 1}, path)
+    temp = temp_name(path.name)
+    assert len(os.fsencode(temp)) < 256
+    parts = temp.split("-")
+    parts[2:4] = ["999999999", "1"]  # no such process
+    (tmp_path / "-".join(parts)).touch()
+    atomic_torch_save({"n": 2}, path)
+    assert names(tmp_path) == [path.name]
+
+
+def test_an_interrupt_outside_the_try_of_the_sink_comes_out_as_itself(tmp_path, monkeypatch):
+    path = tmp_path / "state.pt"
+    real = atomic.Sink.write
+    calls = []
+
+    def write(self, data):
+        calls.append(len(data))
+        if len(calls) == 8:
+            raise KeyboardInterrupt  # as a signal does before the first line
+        return real(self, data)
+
+    monkeypatch.setattr(atomic.Sink, "write", write)
+
+    with pytest.raises(KeyboardInterrupt):
+        atomic_torch_save({"x": torch.zeros(10)}, path)
+    assert names(tmp_path) == []
+
+
+def test_an_error_of_torch_is_not_taken_for_the_interrupt_that_led_to_the_save(tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("torch's own")
+
+    monkeypatch.setattr(torch, "save", fail)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    try:
+        interrupted()
+    except KeyboardInterrupt:
+        with pytest.raises(RuntimeError, match="torch's own"):
+            atomic_torch_save({"x": 1}, tmp_path / "state.pt")
+
+
+def test_a_directory_that_cannot_be_named_is_a_write_error(tmp_path):
+    with pytest.raises(CheckpointWriteError) as caught:
+        atomic_torch_save({"x": 1}, tmp_path / ("x" * 300) / "state.pt")
+    assert caught.value.errno == errno.ENAMETOOLONG
