@@ -69,6 +69,8 @@ def capture_rng_state(
 ) -> dict[str, Any]:
     """The state of every random stream of this process; nothing is drawn.
 
+    How many children a numpy Generator has spawned is not part of it: spawn them all at the start.
+
     Every rank calls it for itself. Where CUDA or XPU devices are visible, all of them are captured, which
     initialises that runtime. The first capture beside an active accelerator of another kind warns that its
     stream is not in the state.
