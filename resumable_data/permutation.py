@@ -61,9 +61,9 @@ class Permutation:
     epoch: int
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
-        self.n = _integer("n", n, _MAX_N, "2**62")
-        self.seed = _integer("seed", seed, _MAX_WORD, "2**64")
-        self.epoch = _integer("epoch", epoch, _MAX_WORD, "2**64")
+        self.n = integer("n", n, _MAX_N, "2**62")
+        self.seed = integer("seed", seed, _MAX_WORD, "2**64")
+        self.epoch = integer("epoch", epoch, _MAX_WORD, "2**64")
         self._a, self._b = _sides(self.n)
         rounds = self._rounds() if self.n > 1 else 0
         keys = derive(_TAG, self.n, self.seed, self.epoch, count=rounds)
@@ -88,7 +88,7 @@ class Permutation:
             IndexError: ``position`` is outside [0, n).
             TypeError: ``position`` is not an integer (a bool is none).
         """
-        x = _plain("position", position)
+        x = plain_integer("position", position)
         if not 0 <= x < self.n:
             raise IndexError(_outside(x, self.n))
         return self._walk(self._scramble(x))
@@ -108,7 +108,7 @@ class Permutation:
             TypeError: ``positions`` is not an int64 array.
             ValueError: ``positions`` is not one-dimensional.
         """
-        _check_positions(positions)
+        check_positions(positions)
         # Read as unsigned, a negative position is beyond every n: one comparison sees both ends.
         unsigned = positions.view(np.uint64)
         if unsigned.size and unsigned.max() >= self._v_n:
@@ -208,7 +208,8 @@ def _sides(n: int) -> tuple[int, int]:
     return a, -(-n // a)
 
 
-def _plain(name: str, value: Any) -> int:
+def plain_integer(name: str, value: Any) -> int:
+    """``value`` as a plain int; TypeError where it is none (a bool is none)."""
     wrong = f"{name} must be an integer, found {value!r} of type {type(value).__name__}; pass an int"
     if isinstance(value, bool):
         raise TypeError(wrong)
@@ -218,8 +219,9 @@ def _plain(name: str, value: Any) -> int:
         raise TypeError(wrong) from None
 
 
-def _integer(name: str, value: Any, stop: int, stop_text: str) -> int:
-    x = _plain(name, value)
+def integer(name: str, value: Any, stop: int, stop_text: str) -> int:
+    """``value`` as a plain int in [0, stop); TypeError and ValueError name the argument and the range."""
+    x = plain_integer(name, value)
     if not 0 <= x < stop:
         raise ValueError(f"{name} must be in [0, {stop_text}), found {x}; pass a value in that range")
     return x
@@ -229,7 +231,8 @@ def _outside(position: int, n: int) -> str:
     return f"position must be in [0, {n}), found {position}; the permutation has {n} positions"
 
 
-def _check_positions(positions: Any) -> None:
+def check_positions(positions: Any) -> None:
+    """TypeError unless these are positions: a one-dimensional int64 array."""
     if not isinstance(positions, np.ndarray):
         raise TypeError(
             f"positions must be a numpy array of int64, found {type(positions).__name__}; {_CONVERT}"
