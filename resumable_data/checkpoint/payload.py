@@ -22,6 +22,7 @@ SCHEMA = "ckpt.v1"
 
 _OWN_PLACES = ("model", "optimizer", "scheduler", "data")  # top-level keys; other objects go to "extra"
 _DICTS = ("state", "extra", "modes", "grads", "wiring", "rng")
+_OPTIONAL = {"grads", "wiring", "config"}  # a payload of another maker may lack them
 _KEYS = {"schema", *_OWN_PLACES, *_DICTS, "config", "wall_saved_at"}
 _PHASES = ("extra", "scheduler", "data", "optimizer", "model", "modes")  # the RNG before the models
 _RESERVED = ("step", "epoch", "batch_in_epoch")
@@ -220,13 +221,13 @@ def _check_shape(payload: Any) -> None:
             expected=SCHEMA,
             found=found,
         )
-    if payload.keys() != _KEYS:
+    if not payload.keys() <= _KEYS or not payload.keys() >= _KEYS - _OPTIONAL:
         differing = sorted(map(str, payload.keys() ^ _KEYS))
         raise CheckpointMismatchError(
             f"The payload's keys differ from {SCHEMA}'s in {differing}", found=differing
         )
     for key in _DICTS:
-        if not isinstance(payload[key], Mapping):
+        if not isinstance(payload.get(key, {}), Mapping):
             raise CheckpointMismatchError(
                 f"The payload's {key!r} is a {type(payload[key]).__name__}, not a dict"
             )
@@ -248,12 +249,14 @@ def _plan(payload: Mapping[str, Any], objects: Mapping[str, Any], override: set[
                 f"{name}: not in the file, which holds {sorted(held)}", expected=name, found=sorted(held)
             )
         saved = held[name]
-        _check_class(name, value, _wired(payload, "classes").get(name))
+        if "wiring" in payload:
+            _check_class(name, value, _wired(payload, "classes").get(name))
         if isinstance(value, torch.nn.Module):
             _plan_module(name, value, saved, payload, phases)
         elif isinstance(value, torch.optim.Optimizer):
             optimizers.check_optimizer(name, value, saved)
-            optimizers.check_places(name, value, _wired(payload, "places").get(name), modules)
+            if "wiring" in payload:
+                optimizers.check_places(name, value, _wired(payload, "places").get(name), modules)
             phases["optimizer"].append(_optimizer_step(name, value, saved))
         elif callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
             is_scheduler = isinstance(value, (LRScheduler, torch.amp.GradScaler)) or name == "scheduler"
@@ -287,7 +290,7 @@ def _check_class(name: str, value: Any, saved: Any) -> None:
 def _plan_module(
     name: str, module: torch.nn.Module, saved: Any, payload: Mapping[str, Any], phases: dict[str, list[_Step]]
 ) -> None:
-    grads = payload["grads"]
+    grads = payload.get("grads", {})
     if name == "model":
         own = {key: grad for key, grad in grads.items() if not str(key).startswith(".")}
     else:
@@ -296,9 +299,9 @@ def _plan_module(
     models.check_module(name, module, saved)
     models.check_grads(name, module, own)
     models.check_modes(name, module, modes)
-    frozen: Any = _wired(payload, "frozen").get(name)
-    models.check_frozen(name, module, frozen)
     modes_before, frozen_before = models.module_modes(module), models.frozen_names(module)
+    frozen: Any = _wired(payload, "frozen").get(name) if "wiring" in payload else frozen_before
+    models.check_frozen(name, module, frozen)
 
     def load() -> None:
         models.load_module(module, saved)

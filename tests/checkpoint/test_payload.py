@@ -569,3 +569,12 @@ def test_a_sparse_gradient_is_refused_with_the_way_out():
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"\['grads'\]\['weight'\].*zero_grad"):
         build_payload({"model": model}, step=1)
+
+
+@pytest.mark.parametrize("key", ["grads", "wiring", "config"])
+def test_a_payload_of_another_maker_may_lack_what_is_optional(key):
+    source, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    payload = build_payload({"model": source}, step=1)
+    del payload[key]
+    apply_payload(payload, {"model": target})
+    assert torch.equal(source.weight, target.weight)
