@@ -25,6 +25,7 @@ from resumable_data.errors import (
 )
 from resumable_data.loader import ResumableLoader
 from resumable_data.rng import capture_rng_state, restore_rng_state
+from resumable_data.seeding import sample_seed
 
 __all__ = [
     "CheckpointCorruptError",
@@ -49,4 +50,5 @@ __all__ = [
     "build_payload",
     "capture_rng_state",
     "restore_rng_state",
+    "sample_seed",
 ]

@@ -12,15 +12,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from resumable_data.errors import StateError
 from resumable_data.seeding import draw_base_seed
+
+#: torch's samplers that draw all they need when they are begun, from a generator they carry.
+TORCH_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class GeneratorDraws:
@@ -28,10 +31,10 @@ class GeneratorDraws:
 
     Args:
         generator: The loader's ``generator=``, from which torch draws base seeds; may be None.
-        sampler: A ``RandomSampler`` with a generator, from which the order comes; may be None.
+        sampler: One of ``TORCH_SAMPLERS`` with a generator, from which the order comes; may be None.
     """
 
-    def __init__(self, generator: torch.Generator | None, sampler: RandomSampler | None) -> None:
+    def __init__(self, generator: torch.Generator | None, sampler: Any) -> None:
         self._base = generator
         self._sampler = sampler
         found = [generator, sampler.generator if sampler is not None else None]
@@ -42,14 +45,17 @@ class GeneratorDraws:
         self._before: list[torch.Tensor] | None = None  # as they were before the open epoch's draws
         self._order: npt.NDArray[np.int64] | None = None
         self._rest: Iterator[int] = iter(())
+        self._epoch = 0  # the open one's number
+        self._left: _Left | None = None
 
     @property
     def length(self) -> int:
         """Samples the sampler gives in a pass."""
         return len(self._sampler) if self._sampler is not None else 0
 
-    def open(self) -> None:
+    def open(self, epoch: int) -> None:
         """Make the epoch's draws, unless they were made: looking twice draws once."""
+        self._epoch = epoch
         if self._before is None:
             self._before = self._states()
             self._draw()
@@ -65,16 +71,27 @@ class GeneratorDraws:
         """The epoch is over: the third draw is made, and the next epoch will draw anew."""
         if self._before is None:
             return
-        self.open()
+        self.open(self._epoch)
+        self._left = _Left(self._epoch, self._before, self._states(), self.order())
         next(self._rest, None)
-        self.forget()
+        self._leave()
 
     def forget(self) -> None:
-        """No epoch is open."""
+        """No epoch is open, and none was."""
+        self._left = None
+        self._leave()
+
+    def _leave(self) -> None:
         self._before, self._order, self._rest = None, None, iter(())
 
-    def order(self) -> npt.NDArray[np.int64]:
-        """The open epoch's order, or the one that opening it now would give; moves no generator."""
+    def order(self, epoch: int | None = None) -> npt.NDArray[np.int64]:
+        """The open epoch's order, or the one that opening it now would give; moves no generator.
+
+        Args:
+            epoch: The number of the epoch that was left last asks for that one's.
+        """
+        if self._left is not None and epoch == self._left.epoch:
+            return self._left.order
         if self._order is not None:
             return self._order
         now = self._states()
@@ -94,10 +111,22 @@ class GeneratorDraws:
         copy.set_state(self._before[0])
         return copy
 
-    def capture(self) -> str:
-        """JSON text: the states now, and before the open epoch's draws (null where none is open)."""
-        before = None if self._before is None else [_encode(state) for state in self._before]
-        return json.dumps({"before": before, "now": [_encode(state) for state in self._states()]})
+    def capture(self, epoch: int) -> str:
+        """JSON text: the states now, and before the open epoch's draws (null where none is open).
+
+        Args:
+            epoch: The number of the epoch that was left last asks for its states just before it was left.
+        """
+        before, now = self._before, self._states()
+        if self._left is not None and epoch == self._left.epoch:
+            before, now = self._left.before, self._left.now
+        elif self._left is not None and epoch < self._left.epoch:
+            raise ValueError(
+                f"in_flight goes back to epoch {epoch}, but a generator's draws are remembered to epoch "
+                f"{self._left.epoch} only: read less far ahead, or use seed= instead of generator="
+            )
+        packed = None if before is None else [_encode(state) for state in before]
+        return json.dumps({"before": packed, "now": [_encode(state) for state in now]})
 
     def check(self, text: str | None) -> SavedDraws:
         """Read what ``capture`` wrote, against these generators; changes nothing.
@@ -162,6 +191,15 @@ class GeneratorDraws:
     def _set(self, states: list[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+
+class _Left(NamedTuple):
+    """The epoch that was left last, as it was just before: a state may be asked for from some batches ago."""
+
+    epoch: int
+    before: list[torch.Tensor]
+    now: list[torch.Tensor]
+    order: npt.NDArray[np.int64]
 
 
 class SavedDraws:

@@ -46,22 +46,18 @@ class MapEngine:
 
     Args:
         template: A DataLoader that was built from the user's arguments and is never iterated.
-        seeding: "batch.v1", "sample.v1" or "none".
-        rank: This rank.
+        make_fetcher: Gives the fetcher for this dataset, for this process (``aside=True``) or for workers.
 
     Raises:
         ValueError: The dataset does not go with the seeding.
     """
 
-    def __init__(self, template: DataLoader[Any], seeding: str, rank: int) -> None:
+    def __init__(self, template: DataLoader[Any], make_fetcher: Callable[[bool], Fetcher]) -> None:
         self._template = template
-        collate_fn: Callable[[Any], Any] = template.collate_fn
         here = template.num_workers == 0
         self._direct = here and not template.pin_memory
-        self._fetcher = Fetcher(template.dataset, collate_fn, seeding, rank, aside=here)
-        self._nearby = (
-            self._fetcher if here else Fetcher(template.dataset, collate_fn, seeding, rank, aside=True)
-        )
+        self._fetcher = make_fetcher(here)
+        self._nearby = self._fetcher if here else make_fetcher(True)
         self._source = _Source()
         self._inner: DataLoader[Any] | None = None
 
@@ -72,7 +68,7 @@ class MapEngine:
         if self._inner is None:
             register_generators()
             self._inner = self._build()
-        self._source.tickets = tickets
+        self._source.tickets = map(tuple, tickets)  # half as long to pickle as a class of ours
         self._inner.generator = generator
         return iter(self._inner)
 
@@ -125,6 +121,7 @@ class MapEngine:
             multiprocessing_context=theirs.multiprocessing_context,
             prefetch_factor=theirs.prefetch_factor if theirs.num_workers else None,
             persistent_workers=theirs.persistent_workers,
+            in_order=theirs.in_order,
             pin_memory_device=theirs.pin_memory_device,
         )
 
@@ -133,9 +130,9 @@ class _Source:
     """The inner loader's sampler. torch asks for its iterator twice a pass and must get the same one."""
 
     def __init__(self) -> None:
-        self.tickets: Iterator[Ticket] = iter(())
+        self.tickets: Iterator[tuple[Any, ...]] = iter(())
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
         return self.tickets
 
 

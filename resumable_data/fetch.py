@@ -6,20 +6,22 @@ batches and any worker can serve any batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Subset, TensorDataset, default_collate, default_convert, get_worker_info
 
 from resumable_data.seeding import (
     TAG_BATCH,
     TAG_COLLATE,
     SampleWords,
     StreamsAside,
+    Words,
     batch_words,
+    epoch_words,
     seed_streams,
 )
 
@@ -27,8 +29,8 @@ from resumable_data.seeding import (
 class Ticket(NamedTuple):
     """One batch to fetch.
 
-    ``indices`` are the dataset's keys as little-endian int64 bytes, 8 for each sample. The i-th sample stands
-    at position ``first + i * stride`` of the epoch's global order.
+    ``keys`` are the dataset's: little-endian int64 bytes, 8 for each sample, or what a sampler gave. The i-th
+    sample stands at position ``first + i * stride`` of the epoch's global order.
     """
 
     number: int
@@ -37,7 +39,7 @@ class Ticket(NamedTuple):
     base_seed: int
     first: int
     stride: int
-    indices: bytes
+    keys: Any
 
 
 class Fetcher:
@@ -49,21 +51,45 @@ class Fetcher:
         seeding: "batch.v1", "sample.v1" or "none".
         rank: This rank; a coordinate of the batch seeds.
         aside: Whether this runs in the training process, whose own streams then have to be set aside.
+        single: Every ticket is one sample that is not batched (the user's ``batch_size=None``).
+        reseed: Called with (dataset, word) wherever the streams are seeded, or None.
+
+    Raises:
+        ValueError: ``seeding="sample"`` with a dataset that only hands out whole batches.
     """
 
     def __init__(
-        self, dataset: Any, collate_fn: Callable[[Any], Any], seeding: str, rank: int, *, aside: bool
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        seeding: str,
+        rank: int,
+        *,
+        aside: bool,
+        single: bool = False,
+        reseed: Callable[[Any, int], Any] | None = None,
     ) -> None:
         self.dataset = dataset
         self._collate_fn = collate_fn
         self._seeding = seeding
         self._rank = rank
         self._aside = aside
-        self._samples = choose_samples(dataset, collate_fn, seeding)
+        self._single = single
+        self._reseed = reseed
+        self._batched = not single and _whole_batches(dataset)
+        if seeding == "sample.v1" and self._batched:
+            _refuse_batched(dataset)
+            self._batched = False
+        # torch's own collate functions draw nothing: seeding for them could not be noticed
+        self._collate_draws = collate_fn not in (default_collate, default_convert) or reseed is not None
+        whole = type(dataset) is TensorDataset and collate_fn is default_collate and reseed is None
+        self._whole_tensors = whole and not single and _plain(dataset)
+        self._epoch_told: int | None = None
         self._streams: StreamsAside | None = None  # made on first use: a worker never needs it
 
-    def __getitem__(self, ticket: Ticket) -> tuple[int, Any]:
+    def __getitem__(self, plain: tuple[Any, ...]) -> tuple[int, Any]:
         """The batch of a ticket; called by torch in a worker, or by the engine in this process."""
+        ticket = Ticket._make(plain)
         if self._aside:
             return ticket.number, self.fetch_aside(ticket)
         _keep_worker_seed(ticket.base_seed)
@@ -71,7 +97,7 @@ class Fetcher:
 
     def fetch_aside(self, ticket: Ticket) -> Any:
         """The batch of a ticket in this process, whose own random streams stay where they are."""
-        if self._seeding == "none" or self._samples is _tensors:
+        if self._seeding == "none" or self._whole_tensors:
             return self.fetch(ticket)  # nothing is seeded, nothing is to be protected
         if self._streams is None:
             self._streams = StreamsAside()
@@ -79,12 +105,50 @@ class Fetcher:
 
     def fetch(self, ticket: Ticket) -> Any:
         """The batch of a ticket; moves this process's streams wherever the seeding says so."""
-        samples = self._samples(self.dataset, ticket, self._rank)
-        if self._samples is _tensors:
-            return samples
+        if self._whole_tensors and type(ticket.keys) is bytes:
+            return _select(self.dataset, ticket.keys)
+        if ticket.epoch != self._epoch_told:
+            self._tell_epoch(ticket)
+        samples = self._samples(ticket)
+        if self._collate_draws:
+            self._seed_batch(TAG_COLLATE, ticket)
+        return self._collate_fn(samples[0] if self._single else samples)
+
+    def _tell_epoch(self, ticket: Ticket) -> None:
+        """Tell the dataset the epoch, also the copies that live workers hold; it may draw an order of its own."""
+        if hasattr(self.dataset, "set_epoch"):
+            if self._seeding != "none":
+                self._seed(epoch_words(ticket.seed, ticket.epoch))
+            self.dataset.set_epoch(ticket.epoch)
+        self._epoch_told = ticket.epoch
+
+    def _samples(self, ticket: Ticket) -> Any:
+        keys = ticket.keys
+        if type(keys) is bytes:
+            keys = np.frombuffer(keys, dtype="<i8").tolist()
+        if self._seeding == "sample.v1":
+            return self._samples_each_seeded(keys, ticket)
+        self._seed_batch(TAG_BATCH, ticket)
+        if self._batched:
+            return self.dataset.__getitems__(keys)
+        return [self.dataset[key] for key in keys]
+
+    def _samples_each_seeded(self, keys: Iterable[Any], ticket: Ticket) -> list[Any]:
+        words = SampleWords(ticket.seed, ticket.epoch)
+        samples = []
+        for offset, key in enumerate(keys):
+            self._seed(words.at(ticket.first + offset * ticket.stride))
+            samples.append(self.dataset[key])
+        return samples
+
+    def _seed_batch(self, tag: int, ticket: Ticket) -> None:
         if self._seeding != "none":
-            seed_streams(batch_words(TAG_COLLATE, ticket.seed, ticket.epoch, ticket.first, self._rank))
-        return self._collate_fn(samples)
+            self._seed(batch_words(tag, ticket.seed, ticket.epoch, ticket.first, self._rank))
+
+    def _seed(self, words: Words) -> None:
+        seed_streams(words)
+        if self._reseed is not None:
+            self._reseed(self.dataset, words.user)
 
 
 def register_generators() -> None:
@@ -128,28 +192,12 @@ def _keep_worker_seed(base_seed: int) -> None:
         object.__setattr__(info, "seed", base_seed + info.id)
 
 
-Samples = Callable[[Any, Ticket, int], Any]
-
-
-def choose_samples(dataset: Any, collate_fn: Callable[[Any], Any], seeding: str) -> Samples:
-    """How the samples of a ticket are had from this dataset.
-
-    Raises:
-        ValueError: ``seeding="sample"`` with a dataset that only hands out whole batches.
-    """
-    if seeding == "none":
-        batched = _whole_batches(dataset)
-        return _getitems_unseeded if batched else _items_unseeded
-    if type(dataset) is TensorDataset and collate_fn is default_collate and _plain(dataset):
-        return _tensors
-    if seeding == "sample.v1":
-        if _whole_batches(dataset) and not isinstance(dataset, Subset):
-            raise ValueError(
-                f"seeding='sample' seeds before each sample, but {type(dataset).__name__} fetches whole "
-                "batches by __getitems__: use seeding='batch', or a dataset without __getitems__"
-            )
-        return _items_each_seeded
-    return _getitems_seeded if _whole_batches(dataset) else _items_seeded
+def _refuse_batched(dataset: Any) -> None:
+    if not isinstance(dataset, Subset):
+        raise ValueError(  # noqa: TRY004  # the two arguments do not go together
+            f"seeding='sample' seeds before each sample, but {type(dataset).__name__} fetches whole batches by "
+            "__getitems__: use seeding='batch', or a dataset without __getitems__"
+        )
 
 
 def _whole_batches(dataset: Any) -> bool:
@@ -180,39 +228,7 @@ def _selectable(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _keys(ticket: Ticket) -> list[int]:
-    keys: list[int] = np.frombuffer(ticket.indices, dtype="<i8").tolist()
-    return keys
-
-
-def _tensors(dataset: TensorDataset, ticket: Ticket, rank: int) -> list[torch.Tensor]:
+def _select(dataset: TensorDataset, keys: bytes) -> list[torch.Tensor]:
     # one copy of the keys: torch wants to own writable memory
-    index = torch.frombuffer(bytearray(ticket.indices), dtype=torch.int64)
+    index = torch.frombuffer(bytearray(keys), dtype=torch.int64)
     return [torch.index_select(tensor, 0, index) for tensor in dataset.tensors]
-
-
-def _items_unseeded(dataset: Any, ticket: Ticket, rank: int) -> list[Any]:
-    return [dataset[key] for key in _keys(ticket)]
-
-
-def _getitems_unseeded(dataset: Any, ticket: Ticket, rank: int) -> Any:
-    return dataset.__getitems__(_keys(ticket))
-
-
-def _items_seeded(dataset: Any, ticket: Ticket, rank: int) -> list[Any]:
-    seed_streams(batch_words(TAG_BATCH, ticket.seed, ticket.epoch, ticket.first, rank))
-    return [dataset[key] for key in _keys(ticket)]
-
-
-def _getitems_seeded(dataset: Any, ticket: Ticket, rank: int) -> Any:
-    seed_streams(batch_words(TAG_BATCH, ticket.seed, ticket.epoch, ticket.first, rank))
-    return dataset.__getitems__(_keys(ticket))
-
-
-def _items_each_seeded(dataset: Any, ticket: Ticket, rank: int) -> list[Any]:
-    words = SampleWords(ticket.seed, ticket.epoch)
-    samples = []
-    for offset, key in enumerate(_keys(ticket)):
-        seed_streams(words.at(ticket.first + offset * ticket.stride))
-        samples.append(dataset[key])
-    return samples

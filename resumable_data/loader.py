@@ -12,6 +12,7 @@ from resumable_data import options as _options
 from resumable_data.attributes import DataLoaderAttributes
 from resumable_data.run import Run
 from resumable_data.views import make_view
+from resumable_data.wrap import take_apart
 
 
 class ResumableLoader(DataLoaderAttributes):
@@ -29,8 +30,10 @@ class ResumableLoader(DataLoaderAttributes):
         dataset: A map-style dataset.
         batch_size: Samples in a batch of one rank.
         shuffle: Whether to visit the dataset in an order that is a function of (size, seed, epoch).
-        sampler: A ``DistributedSampler``, whose order and sharding hold, or ``RandomSampler(generator=g)``.
-        batch_sampler: As DataLoader.
+        sampler: As DataLoader. A ``DistributedSampler``'s order and sharding hold; torch's samplers with a
+            generator draw from it as they do under DataLoader; any other sampler is read under streams seeded
+            from (seed, epoch) and skipped forward, or carried by its ``state_dict``. Never sharded again.
+        batch_sampler: As DataLoader; read like a sampler.
         num_workers: As DataLoader; free to change when resuming, like the next five.
         collate_fn: As DataLoader; may draw from the global streams, which are seeded for it.
         pin_memory: As DataLoader.
@@ -48,17 +51,20 @@ class ResumableLoader(DataLoaderAttributes):
             never drawn from), which gives way to the seed in a loaded state. Needed with several replicas.
         num_replicas: Ranks the epoch is dealt over. None: every process reads everything, as with DataLoader.
         rank: This rank, in [0, num_replicas).
-        process_group: Reserved.
-        tail: "pad": positions from the epoch's start are repeated so that all ranks end together.
-        batches_per_epoch: Reserved.
+        process_group: A ProcessGroup or a one-dimensional DeviceMesh that gives ``num_replicas`` and ``rank``.
+        tail: What becomes of positions that do not go round: "pad" repeats the epoch's start so that all ranks
+            end together, "drop" drops fewer than ``num_replicas``, "uneven" does neither: ranks may end one
+            batch apart, which under DDP needs ``join()``.
+        batches_per_epoch: An epoch is its first so many batches.
         seeding: Before what python's, numpy's and torch's global streams are seeded beside the dataset:
             "batch", "sample", or None for torch's own worker seeds and no promise about augmentations.
-        reseed: Reserved.
+        reseed: Called as ``reseed(dataset, seed)`` beside the dataset wherever the streams are seeded, for
+            generators of its own; ready-made in ``resumable_data.reseeders``.
         dataset_id: A name of the data; a state of other data of the same size is then refused.
 
     Raises:
         TypeError, ValueError: As DataLoader does, or naming argument, value and range.
-        NotImplementedError: An argument that this version does not support, naming it.
+        NotImplementedError: An iterable or stateful dataset, which this version does not support.
     """
 
     def __init__(
@@ -121,9 +127,9 @@ class ResumableLoader(DataLoaderAttributes):
             reseed=reseed,
             dataset_id=dataset_id,
         )
-        _options.refuse_unsupported(template, sampler=sampler, batch_sampler=batch_sampler)
-        self._run = Run(template, sampler, bool(shuffle), chosen)
-        if sampler is None:
+        _options.refuse_unsupported(template)
+        self._run = Run(template, _options.Choice(template, sampler, batch_sampler, bool(shuffle), chosen))
+        if sampler is None and batch_sampler is None:
             view = make_view(self._run, template, bool(shuffle))
             template = DataLoader(dataset, batch_size, sampler=view, drop_last=drop_last, **arguments)
         self._template = template
@@ -135,8 +141,15 @@ class ResumableLoader(DataLoaderAttributes):
         return self._run.begin()
 
     def __len__(self) -> int:
-        """Batches in a whole epoch on this rank."""
-        return self._run.plan.batches
+        """Batches in a whole epoch on this rank, under the present topology.
+
+        Raises:
+            TypeError: The user's sampler has no length.
+        """
+        length = self._run.length()
+        if length is None:
+            raise TypeError("the sampler has no length, so the loader has none: pass batches_per_epoch")
+        return length
 
     def enumerate(self) -> Iterator[tuple[int, Any]]:
         """A pass whose batches carry their number in the epoch: after a resume it does not begin at 0."""
@@ -149,7 +162,7 @@ class ResumableLoader(DataLoaderAttributes):
         Raises:
             ValueError: An epoch has no batches.
         """
-        if not len(self):
+        if self._run.length() == 0:
             raise ValueError("cycle() over a loader without batches would never return: its length is 0")
         return _cycle(self._run)
 
@@ -185,9 +198,8 @@ class ResumableLoader(DataLoaderAttributes):
             IndexError: Past the end of the epoch.
             ValueError: The order or the augmentations are not a function of these numbers.
         """
-        return self._run.batch_at(
-            _options.as_count("epoch", epoch), _options.as_count("batch_in_epoch", batch_in_epoch)
-        )
+        batch = _options.as_count("batch_in_epoch", batch_in_epoch)
+        return self._run.batch_at(_options.as_count("epoch", epoch), batch)
 
     # -- moving -----------------------------------------------------------------------------------
 
@@ -223,11 +235,12 @@ class ResumableLoader(DataLoaderAttributes):
         """Where the loader stands, as a flat dict of leaves. No side effect, at any time, on any rank.
 
         Args:
-            in_flight: Reserved; 0.
+            in_flight: As of so many batches ago: those that a wrapper has read ahead and not handed on.
+
+        Raises:
+            ValueError: So many batches were not delivered since the last load or move.
         """
-        if _options.as_count("in_flight", in_flight):
-            raise NotImplementedError("in_flight is not supported by this version of resumable_data")
-        return self._run.state().to_dict()
+        return self._run.state(_options.as_count("in_flight", in_flight)).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, override: Iterable[str] = ()) -> None:
         """The next pass continues where the state was taken. A refused state leaves the loader as it was.
@@ -248,9 +261,19 @@ class ResumableLoader(DataLoaderAttributes):
         self._run.check(state, override)
 
     @classmethod
-    def wrap(cls, loader: Any) -> ResumableLoader:
-        """Reserved: the same loader built from an existing ``DataLoader``."""
-        raise NotImplementedError("wrap is not supported by this version of resumable_data")
+    def wrap(cls, loader: Any, **options: Any) -> ResumableLoader:
+        """The same loader, resumable, from an existing ``DataLoader`` or ``StatefulDataLoader``.
+
+        Its own ``RandomSampler`` becomes ``shuffle=True``.
+
+        Args:
+            loader: The loader to take apart; it is not iterated.
+            options: Arguments that DataLoader does not have, such as ``seed=``.
+
+        Raises:
+            TypeError: Not such a loader, or a subclass with an ``__iter__`` of its own.
+        """
+        return cls(**take_apart(loader), **options)
 
     # -- where it stands --------------------------------------------------------------------------
 
@@ -265,19 +288,21 @@ class ResumableLoader(DataLoaderAttributes):
         return self._run.cursor.place.batch
 
     @property
-    def samples_in_epoch(self) -> int:
+    def samples_in_epoch(self) -> int | None:
         """Positions of the epoch's order delivered so far, over all replicas; padding is not counted."""
-        return self._run.plan.samples_at(self._run.cursor.place.batch)
+        return self._run.cursor.place.samples
 
     @property
-    def consumed_samples(self) -> int:
+    def consumed_samples(self) -> int | None:
         """Samples delivered since the run began, over all replicas; padding is not counted."""
         return self._run.cursor.place.consumed
 
     @property
-    def batches_remaining(self) -> int:
-        """Batches of this epoch still to be delivered on this rank."""
-        return self._run.plan.batches - self._run.cursor.place.batch
+    def batches_remaining(self) -> int | None:
+        """Batches of this epoch still to be delivered on this rank; None where the sampler has no length."""
+        batches = self._run.cursor.deal.batches
+        # a sampler may give more batches than its length says
+        return None if batches is None else max(0, batches - self.batch_in_epoch)
 
     @property
     def resumed(self) -> bool:

@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DistributedSampler
 
-from resumable_data.draws import GeneratorDraws
+from resumable_data.bucketing import BatchPlanner
+from resumable_data.draws import GeneratorDraws, SavedDraws
+from resumable_data.mixture import OrderedDataset
 from resumable_data.permutation import Permutation
 
 Indices = npt.NDArray[np.int64]
@@ -40,7 +42,6 @@ class Order:
 
     Args:
         length: Positions in an epoch's global order.
-        real: How many of them are dataset positions rather than a sampler's own padding.
         draws: The user's generators that torch's loader would draw from in every pass, if any.
     """
 
@@ -50,9 +51,8 @@ class Order:
     #: Whether the order comes from outside and is digested.
     digested = False
 
-    def __init__(self, length: int, real: int, draws: GeneratorDraws | None = None) -> None:
+    def __init__(self, length: int, draws: GeneratorDraws | None = None) -> None:
         self.length = length
-        self.real = real
         self.draws = draws
         self._digest = _RunningDigest()
 
@@ -60,22 +60,22 @@ class Order:
         """The epoch's order; moves nothing, also not the user's generators."""
         raise NotImplementedError
 
-    def open(self, epoch: int, seed: int) -> EpochOrder:
-        """The epoch's order for a pass that begins now: the draws of the epoch are made if they were not."""
-        if self.draws is not None:
-            self.draws.open()
-        return self.look(epoch, seed)
-
-    def close(self) -> None:
-        """The epoch that was opened last is over."""
-        if self.draws is not None:
-            self.draws.close()
-
     def digest(self, epoch: int, samples: int, seed: int) -> str:
         """32 hex digits that stand for the epoch's first ``samples`` indices; "" for a built-in order."""
         if not self.digested:
             return ""
         return self._digest.of(lambda: self.look(epoch, seed), epoch, samples)
+
+    def digest_saved(self, epoch: int, samples: int, seed: int, draws: SavedDraws | None) -> str:
+        """The digest that a state of this order would hold; moves nothing.
+
+        Args:
+            epoch: The saved epoch.
+            samples: The saved position in it.
+            seed: The seed that will hold.
+            draws: The saved states of the user's generators, if there are any.
+        """
+        return self.digest_of(self.look(epoch, seed), samples) if self.digested else ""
 
     def digest_of(self, order: EpochOrder, samples: int) -> str:
         """``digest`` of an order at hand."""
@@ -118,7 +118,7 @@ class Shuffled(Order):
 
 
 class Distributed(Order):
-    """A ``torch.utils.data.DistributedSampler``'s own order, padding and arithmetic, bit for bit.
+    """A ``torch.utils.data.DistributedSampler``'s own order, bit for bit; dealing it out is the plan's.
 
     Args:
         sampler: The user's; its epoch is set for the user and otherwise left alone.
@@ -129,8 +129,7 @@ class Distributed(Order):
 
     def __init__(self, sampler: DistributedSampler[int], draws: GeneratorDraws | None = None) -> None:
         # torch's annotation of the attribute is Dataset; the sampler itself only ever takes its length
-        self._size = len(sampler.dataset)  # type: ignore[arg-type]  # see the line above
-        super().__init__(sampler.total_size, min(sampler.total_size, self._size), draws)
+        super().__init__(len(sampler.dataset), draws)  # type: ignore[arg-type]  # see the line above
         self._sampler = sampler
         self._announced = 0  # so that an epoch the user set before building the loader is found
         self._latest: tuple[int, Stored] | None = None
@@ -145,15 +144,14 @@ class Distributed(Order):
         theirs = self._sampler
         # one replica of one: torch's own code, without its padding and its dealing out
         whole: DistributedSampler[int] = DistributedSampler(
-            range(self._size),  # type: ignore[arg-type]  # anything with a length serves
+            range(self.length),  # type: ignore[arg-type]  # anything with a length serves
             num_replicas=1,
             rank=0,
             shuffle=theirs.shuffle,
             seed=theirs.seed,
         )
         whole.set_epoch(epoch)
-        order = np.fromiter(whole, dtype=np.int64, count=self._size)
-        return np.resize(order, self.length)  # cuts, or repeats from the start, as torch pads
+        return np.fromiter(whole, dtype=np.int64, count=self.length)
 
     def told(self) -> int | None:
         """See the base class."""
@@ -173,12 +171,52 @@ class Generated(Order):
     digested = True
 
     def __init__(self, draws: GeneratorDraws) -> None:
-        super().__init__(draws.length, draws.length, draws)
+        super().__init__(draws.length, draws)
         self._own = draws
 
     def look(self, epoch: int, seed: int) -> EpochOrder:
         """See the base class."""
-        return Stored(self._own.order())
+        return Stored(self._own.order(epoch))
+
+    def digest_saved(self, epoch: int, samples: int, seed: int, draws: SavedDraws | None) -> str:
+        """See the base class."""
+        if draws is None:
+            return super().digest_saved(epoch, samples, seed, draws)
+        return self.digest_of(Stored(self._own.order_of(draws)), samples)
+
+
+class Ordered(Order):
+    """The order that a dataset brings with it, a function of (seed, epoch, position): a mixture's.
+
+    Args:
+        dataset: The dataset; its fingerprint stands for the order, so no index need be computed to compare.
+    """
+
+    name = "sampler"
+    digested = True
+
+    def __init__(self, dataset: OrderedDataset, draws: GeneratorDraws | None = None) -> None:
+        super().__init__(len(dataset), draws)
+        self._dataset = dataset
+
+    def look(self, epoch: int, seed: int) -> EpochOrder:
+        """See the base class."""
+        return _Computed(self.length, lambda positions: self._dataset.indices_at(seed, epoch, positions))
+
+    def digest(self, epoch: int, samples: int, seed: int) -> str:
+        """See the base class."""
+        return fingerprint_digest(self._dataset)
+
+    def digest_saved(self, epoch: int, samples: int, seed: int, draws: SavedDraws | None) -> str:
+        """See the base class."""
+        return fingerprint_digest(self._dataset)
+
+
+def fingerprint_digest(planner: OrderedDataset | BatchPlanner) -> str:
+    """32 hex digits that stand for a rule and all it depends on besides seed and epoch."""
+    own_seed = getattr(planner, "seed", None)  # which goes before the run's
+    text = f"{planner.order_name} {planner.fingerprint} {own_seed}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class _Computed:

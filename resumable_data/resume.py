@@ -8,12 +8,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from resumable_data.cursor import Cursor
+from resumable_data.cursor import Place, Standing
+from resumable_data.dealers import Dealer
+from resumable_data.deals import Deal
 from resumable_data.draws import SavedDraws
 from resumable_data.errors import StateError
 from resumable_data.options import Options
-from resumable_data.orders import Order, Stored
-from resumable_data.plan import Plan
+from resumable_data.sampled import Mark, decode_mark
 from resumable_data.state import COMPARED, SCHEMA, LoaderState, check_override, differences, mismatch
 
 
@@ -21,10 +22,12 @@ from resumable_data.state import COMPARED, SCHEMA, LoaderState, check_override, 
 class Identity:
     """What one loader is, as far as its state tells: the parts that do not move with the position."""
 
-    order: Order
-    plan: Plan
+    dealer: Dealer
     options: Options
-    dataset_size: int
+    dataset_size: int | None
+    batch_size: int | None
+    num_replicas: int
+    drop_last: bool
     tail: str
 
     def compared(self, seed: int | None) -> dict[str, Any]:
@@ -32,44 +35,55 @@ class Identity:
         fields: dict[str, Any] = {
             "dataset_size": self.dataset_size,
             "dataset_id": self.options.dataset_id,
-            "order": self.order.name,
-            "drop_last": self.plan.drop_last,
+            "order": self.dealer.name,
+            "drop_last": self.drop_last,
             "tail": self.tail,
-            "batches_per_epoch": None,
+            "batches_per_epoch": self.options.batches_per_epoch,
             "seeding": self.options.seeding,
         }
         if seed is not None:
             fields["seed"] = seed
         return fields
 
+    @property
+    def topology(self) -> dict[str, int | None]:
+        """What a state may differ in where the order is global."""
+        return {"batch_size": self.batch_size, "num_replicas": self.num_replicas}
 
-def make_state(identity: Identity, cursor: Cursor, seed: int) -> LoaderState:
-    """The state of a loader as of the last delivered batch."""
-    order, plan, place = identity.order, identity.plan, cursor.place
-    samples = plan.samples_at(place.batch)
+
+def make_state(identity: Identity, place: Place, skipped: tuple[int, ...], seed: int) -> LoaderState:
+    """The state of a loader at one of its places.
+
+    Args:
+        identity: What the loader is.
+        place: Where it stands, or stood.
+        skipped: What was passed over by seeking.
+        seed: The run's seed.
+    """
+    dealer = identity.dealer
     return LoaderState(
         schema=SCHEMA,
         epoch=place.epoch,
         batch_in_epoch=place.batch,
-        samples_in_epoch=samples,
+        samples_in_epoch=place.samples,
         consumed_samples=place.consumed,
-        segment=(0, 0),
-        skipped=cursor.skipped,
-        order=order.name,
-        order_digest=order.digest(place.epoch, samples, seed),
+        segment=place.start,
+        skipped=skipped,
+        order=dealer.name,
+        order_digest=dealer.digest(place),
         torch_version=str(torch.__version__),
         seed=seed,
         dataset_size=identity.dataset_size,
         dataset_id=identity.options.dataset_id,
-        batch_size=plan.batch_size,
-        num_replicas=plan.num_replicas,
-        drop_last=plan.drop_last,
+        batch_size=identity.batch_size,
+        num_replicas=identity.num_replicas,
+        drop_last=identity.drop_last,
         tail=identity.tail,
-        batches_per_epoch=None,
+        batches_per_epoch=identity.options.batches_per_epoch,
         seeding=identity.options.seeding,
-        delivered_ahead=(),
-        generator=order.draws.capture() if order.draws is not None else None,
-        sampler=None,
+        delivered_ahead=place.ahead,
+        generator=dealer.draws.capture(place.epoch) if dealer.draws is not None else None,
+        sampler=dealer.sampler_state(place),
         stream=None,
     )
 
@@ -78,15 +92,19 @@ def make_state(identity: Identity, cursor: Cursor, seed: int) -> LoaderState:
 class Accepted:
     """A saved state that may be loaded, and what of it has to be set."""
 
-    state: LoaderState
+    saved: LoaderState
     seed: int
     draws: SavedDraws | None
+    place: Place
+    deal: Deal
 
 
 def check_state(
     state: Mapping[str, Any], identity: Identity, seed: int | None, override: Iterable[str]
 ) -> Accepted:
     """Read and compare a saved state; nothing is changed.
+
+    A user's sampler is not read here: its digest is compared when the next pass skips forward in it.
 
     Args:
         state: What ``state_dict()`` returned.
@@ -97,42 +115,38 @@ def check_state(
     Raises:
         StateError: The state cannot be read, or no run can have reached it.
         StateMismatchError: It belongs to another run.
-        NotImplementedError: It was saved with another batch_size or num_replicas.
     """
-    accepted = check_override(override)
+    names = check_override(override)
     saved = LoaderState.from_dict(state)
     current = identity.compared(seed)
     different = differences(saved, current, [name for name in COMPARED if name in current])
-    refused = {name: values for name, values in different.items() if name not in accepted}
+    refused = {name: values for name, values in different.items() if name not in names}
+    refused |= _refused_topology(saved, identity)
     if refused:
         raise mismatch(refused)
-    _refuse_other_topology(saved, identity.plan)
+    if saved.stream is not None:
+        raise mismatch({"stream": ("the state of a stream", None)})
+    if saved.sampler is not None and identity.dealer.comparable:
+        raise mismatch({"sampler": ("the state of a sampler", None)})
     kept_seed = saved.seed if seed is None else seed
-    changed_order = {"dataset_size", "order", "seed"} & set(different)
-    draws = _check_draws(saved, identity.order, "order" in changed_order)
-    _check_position(saved, identity, changed_order)
-    if identity.order.digested and not changed_order and "order_digest" not in accepted:
-        _check_digest(saved, identity.order, kept_seed, draws)
-    return Accepted(saved, kept_seed, draws)
+    changed = {"dataset_size", "order", "seed"} & set(different)
+    trusted = bool(changed) or "order_digest" in names
+    draws = _check_draws(saved, identity.dealer, "order" in changed)
+    if identity.dealer.comparable and not trusted:
+        _check_digest(saved, identity.dealer, kept_seed, draws)
+    place, deal = _check_position(saved, identity, kept_seed, trusted=trusted)
+    return Accepted(saved, kept_seed, draws, place, deal)
 
 
-def _refuse_other_topology(saved: LoaderState, plan: Plan) -> None:
-    current = {"batch_size": plan.batch_size, "num_replicas": plan.num_replicas}
-    for name, (was, now) in differences(saved, current, current).items():
-        raise NotImplementedError(
-            f"{name}: the state was saved with {was}, this loader has {now}; continuing under another "
-            f"{name} is not supported by this version of resumable_data"
-        )
-    beyond = {"segment": list(saved.segment) != [0, 0], "delivered_ahead": bool(saved.delivered_ahead)}
-    for name, used in {**beyond, "sampler": saved.sampler, "stream": saved.stream}.items():
-        if used:
-            raise NotImplementedError(
-                f"state[{name!r}] is set: it was saved by a version of resumable_data that can do more"
-            )
+def _refused_topology(saved: LoaderState, identity: Identity) -> dict[str, tuple[Any, Any]]:
+    different = differences(saved, identity.topology, identity.topology)
+    if identity.dealer.elastic and not saved.delivered_ahead:
+        return {}
+    return different
 
 
-def _check_draws(saved: LoaderState, order: Order, changed: bool) -> SavedDraws | None:
-    if order.draws is None:
+def _check_draws(saved: LoaderState, dealer: Dealer, changed: bool) -> SavedDraws | None:
+    if dealer.draws is None:
         if saved.generator is not None and not changed:
             raise mismatch({"generator": ("generator states", None)})
         return None
@@ -140,24 +154,50 @@ def _check_draws(saved: LoaderState, order: Order, changed: bool) -> SavedDraws 
         if changed:
             return None
         raise mismatch({"generator": (None, "a generator")})
-    return order.draws.check(saved.generator)
+    return dealer.draws.check(saved.generator)
 
 
-def _check_position(saved: LoaderState, identity: Identity, changed_order: set[str]) -> None:
-    plan, batch = identity.plan, saved.batch_in_epoch
-    if batch > plan.batches:
-        _refuse("batch_in_epoch", batch, f"at most {plan.batches}, the batches of an epoch")
-    samples = plan.samples_at(batch)
-    if saved.samples_in_epoch != samples and not changed_order:
-        _refuse("samples_in_epoch", saved.samples_in_epoch, f"{samples} after batch {batch}")
+def _check_position(
+    saved: LoaderState, identity: Identity, seed: int, *, trusted: bool
+) -> tuple[Place, Deal]:
+    """The place a state stands for, and the epoch as it is dealt from there."""
+    start = (saved.segment[0], saved.segment[1])
+    moved = differences(saved, identity.topology, identity.topology)
+    if moved:
+        start = (saved.samples_in_epoch or 0, saved.batch_in_epoch) if saved.batch_in_epoch else (0, 0)
+    place = Place(
+        saved.epoch,
+        saved.batch_in_epoch,
+        saved.samples_in_epoch,
+        saved.consumed_samples,
+        Standing.PENDING,
+        saved.delivered_ahead,
+        None if identity.dealer.comparable else _read_mark(saved, identity, trusted=trusted),
+        start,
+    )
+    deal = identity.dealer.deal_at(place, start, seed)
+    if not identity.dealer.comparable:
+        return place, deal
+    if deal.batches is not None and saved.batch_in_epoch > deal.batches:
+        _refuse("batch_in_epoch", saved.batch_in_epoch, f"at most {deal.batches}, the batches of an epoch")
+    samples = deal.samples_at(place.prefix)
+    if saved.samples_in_epoch != samples and not trusted:
+        _refuse("samples_in_epoch", saved.samples_in_epoch, f"{samples} after batch {place.prefix}")
+    return place._replace(samples=samples), deal
 
 
-def _check_digest(saved: LoaderState, order: Order, seed: int, draws: SavedDraws | None) -> None:
-    samples = saved.samples_in_epoch or 0
-    if draws is not None and order.draws is not None and not order.random_access:
-        digest = order.digest_of(Stored(order.draws.order_of(draws)), samples)
-    else:
-        digest = order.digest_of(order.look(saved.epoch, seed), samples)
+def _read_mark(saved: LoaderState, identity: Identity, *, trusted: bool) -> Mark | None:
+    mark = decode_mark(saved.order_digest, saved.sampler)
+    stateful = getattr(identity.dealer, "stateful", False)
+    if trusted:
+        return None
+    if stateful != (mark.state is not None):
+        raise mismatch({"sampler": ("a state" if mark.state is not None else None, "a stateful sampler")})
+    return mark
+
+
+def _check_digest(saved: LoaderState, dealer: Dealer, seed: int, draws: SavedDraws | None) -> None:
+    digest = dealer.digest_saved(saved.epoch, saved.samples_in_epoch or 0, seed, draws)
     if digest != saved.order_digest:
         raise mismatch({"order_digest": (saved.order_digest, digest)})
 

@@ -35,6 +35,28 @@ def emit(state: int, count: int) -> list[int]:
     return [mix((state + i * GOLDEN) & MASK64) for i in range(1, count + 1)]
 
 
+def words_after(state: int, *words: int, count: int) -> list[int]:
+    """``count`` words after these coordinates: ``emit(absorb(absorb(state, w1), w2), count)`` in one frame.
+
+    It runs for every batch and every sample, and a call of ``mix`` costs more than the mixing.
+    """
+    for word in words:
+        z = (word + GOLDEN) & MASK64
+        z = ((z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9) & MASK64
+        z = ((z ^ (z >> 27)) * 0x94D0_49BB_1331_11EB) & MASK64
+        z = ((state + GOLDEN) & MASK64) ^ z ^ (z >> 31)
+        z = ((z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9) & MASK64
+        z = ((z ^ (z >> 27)) * 0x94D0_49BB_1331_11EB) & MASK64
+        state = z ^ (z >> 31)
+    emitted = []
+    for _ in range(count):
+        state = (state + GOLDEN) & MASK64
+        z = ((state ^ (state >> 30)) * 0xBF58_476D_1CE4_E5B9) & MASK64
+        z = ((z ^ (z >> 27)) * 0x94D0_49BB_1331_11EB) & MASK64
+        emitted.append(z ^ (z >> 31))
+    return emitted
+
+
 def derive(tag: int, *words: int, count: int) -> list[int]:
     """``count`` words in [0, 2**64) that belong to these coordinates and to no others.
 

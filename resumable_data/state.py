@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from resumable_data.errors import StateError, StateMismatchError, StateVersionError
@@ -69,7 +70,7 @@ class LoaderState:
 
     def to_dict(self) -> dict[str, Any]:
         """A new flat dict of leaves; tuples become lists."""
-        state = {name: getattr(self, name) for name in KEYS}
+        state = dict(zip(KEYS, _VALUES(self), strict=True))
         for name in _LISTS:
             state[name] = list(state[name])
         return state
@@ -97,6 +98,7 @@ class LoaderState:
 
 
 KEYS: tuple[str, ...] = tuple(field.name for field in fields(LoaderState))
+_VALUES = attrgetter(*KEYS)
 _LISTS = ("segment", "skipped", "delivered_ahead")
 
 
@@ -203,12 +205,14 @@ def _check_possible(state: LoaderState) -> None:
         _impossible("samples_in_epoch", samples, f"an int in [0, dataset_size = {state.dataset_size}]")
     if state.segment[1] > state.batch_in_epoch or (samples is not None and state.segment[0] > samples):
         _impossible("segment", list(state.segment), "not beyond the position")
-    if samples is not None and state.batch_size is not None:
-        most = state.segment[0] + (state.batch_in_epoch - state.segment[1]) * (
-            state.batch_size * state.num_replicas
-        )
+    ahead = state.delivered_ahead
+    prefix = state.batch_in_epoch - len(ahead)
+    if prefix < 0 or any(low >= high for low, high in zip((prefix, *ahead), ahead, strict=False)):
+        _impossible("delivered_ahead", list(ahead), f"ascending numbers above {prefix}")
+    if builtin and samples is not None:
+        most = state.segment[0] + (prefix - state.segment[1]) * (state.batch_size or 1) * state.num_replicas
         if samples > most:
-            _impossible("samples_in_epoch", samples, f"at most {most} after batch {state.batch_in_epoch}")
+            _impossible("samples_in_epoch", samples, f"at most {most} after batch {prefix}")
 
 
 def _impossible(name: str, found: Any, expected: str) -> None:
@@ -252,9 +256,10 @@ def mismatch(different: Mapping[str, tuple[Any, Any]]) -> StateMismatchError:
     lines = [
         f"  {name}: saved {saved!r}, current {current!r}" for name, (saved, current) in different.items()
     ]
+    advice = "build the loader as it was when the state was saved"
+    if OVERRIDABLE.issuperset(different):
+        names = ", ".join(repr(name) for name in sorted(different))
+        advice += f", or accept the present value by name: load_state_dict(state, override={{{names}}})"
     return StateMismatchError(
-        "this state belongs to another run; what differs:\n" + "\n".join(lines) + "\n"
-        "build the loader as it was when the state was saved, or accept a present value by name with "
-        f"load_state_dict(state, override={set(different)!r})",
-        fields=different,
+        "this state belongs to another run; what differs:\n" + "\n".join([*lines, advice]), fields=different
     )

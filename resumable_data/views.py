@@ -35,7 +35,7 @@ class _View(_Forwarding):
         return iter(self._loader().indices())
 
     def __len__(self) -> int:
-        return self._loader().samples
+        return self._loader().samples()
 
 
 class ShuffledView(_View, RandomSampler):

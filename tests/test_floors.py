@@ -17,8 +17,38 @@ MAX_LINES = 400
 # own __init__ is PACKAGE, a subpackage's is the subpackage's name. Not every listed module exists already.
 FLOORS: list[list[str]] = [
     ["errors", "state", "splitmix", "plan", "cursor"],
-    ["permutation", "seeding", "draws", "orders", "rng_values", "rng_streams", "rng"],
-    ["fetch", "engines", "options", "resume", "passes", "run", "views", "attributes", "loader"],
+    [
+        "permutation",
+        "sampling",
+        "bucketing",
+        "schedule",
+        "mixture",
+        "encoding",
+        "progress",
+        "seeding",
+        "reseeders",
+        "draws",
+        "sampled",
+        "orders",
+        "rng_values",
+        "rng_streams",
+        "rng",
+    ],
+    [
+        "fetch",
+        "engines",
+        "deals",
+        "dealers",
+        "options",
+        "resume",
+        "notices",
+        "passes",
+        "run",
+        "views",
+        "wrap",
+        "attributes",
+        "loader",
+    ],
     [
         "checkpoint.saveable",
         "checkpoint.temps",
@@ -68,8 +98,10 @@ OUTSIDE: list[set[str] | None] = [
 ]
 # Floors that know nothing of loaders, and the modules among theirs that may name torch's samplers.
 NO_LOADERS = {1, 3}
-SAMPLERS_ALLOWED = {"draws", "orders"}
+SAMPLERS_ALLOWED = {"bucketing", "draws", "mixture", "orders"}
 
+# What a module may import besides, inside a try: it does without where it is not installed.
+OPTIONAL = {("progress", "tqdm")}
 PLACE = {name: (floor, place) for floor, names in enumerate(FLOORS) for place, name in enumerate(names)}
 
 
@@ -152,6 +184,8 @@ def outside(tree: Mapping[str, str]) -> Iterator[str]:
             continue
         for line, full in imports(name, tree):
             top = full.split(".")[0]
+            if (name, top) in OPTIONAL:
+                continue
             if top != PACKAGE and top not in sys.stdlib_module_names and top not in allowed:
                 yield f"{name}:{line}: imports {top}; its floor may import {sorted(allowed) or 'nothing'}"
 
@@ -177,7 +211,7 @@ def loaders(tree: Mapping[str, str]) -> Iterator[str]:
         for line, full in [*imports(name, tree), *attributes]:
             if full != "torch.utils.data" and not full.startswith("torch.utils.data."):
                 continue
-            if name in SAMPLERS_ALLOWED and full.endswith("Sampler"):
+            if name in SAMPLERS_ALLOWED and full.endswith(("Sampler", "Dataset")):
                 continue
             if name in SAMPLERS_ALLOWED and any(
                 longer.startswith(f"{full}.") and longer.endswith("Sampler") for _, longer in attributes

@@ -37,6 +37,7 @@ NAMES = sorted(
         "build_payload",
         "capture_rng_state",
         "restore_rng_state",
+        "sample_seed",
     ]
 )
 
@@ -54,6 +55,7 @@ FUNCTIONS = {
     "atomic_torch_save": "state, path",
     "build_payload": "objects, *, step, state=None, config=None, generators=None",
     "capture_rng_state": "generators=None, *, rank=None, world_size=None",
+    "sample_seed": "",
     "restore_rng_state": "state, *, generators=None, strict=True, rank=None, world_size=None",
 }
 LOADER_METHODS = {

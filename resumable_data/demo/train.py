@@ -25,9 +25,7 @@ from resumable_data import CheckpointManager, ResumableLoader
 from resumable_data.demo.digits import split
 
 EPOCHS, BATCH, SEED = 9, 32, 7
-ACCUMULATE = (
-    4  # batches whose gradients make one step of the optimizer; 45 batches an epoch: windows span epochs
-)
+ACCUMULATE = 4  # batches to one step of the optimizer; 45 batches an epoch, so windows span epochs
 SAVE_EVERY = 6  # batches; every other checkpoint falls inside a window
 
 
@@ -78,9 +76,8 @@ def evaluate(model: nn.Module, loader: Any) -> float:
 
 def train(directory: str, *, epochs: int = EPOCHS, workers: int = 0) -> None:
     """Train, or go on with what the directory holds; prints one JSON line a batch and one an epoch."""
-    torch.set_num_threads(
-        1
-    )  # how many threads share a sum decides its last bit; a restart may find other cores
+    # how many threads share a sum decides its last bit, and a restart may find other cores
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(SEED)
     training, evaluation = split()
