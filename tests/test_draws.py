@@ -27,7 +27,7 @@ def state(generator):
 def test_the_three_draws_are_torchs_in_torchs_order():
     g, draws = new()
     reference = torch.Generator().manual_seed(0)
-    draws.open()
+    draws.open(0)
     draw_base_seed(reference)
     assert draws.order().tolist() == torch.randperm(10, generator=reference).tolist()
     assert state(g) == state(reference)
@@ -41,9 +41,9 @@ def test_opening_twice_draws_once_and_closing_what_is_not_open_draws_nothing():
     before = state(g)
     draws.close()
     assert state(g) == before
-    draws.open()
+    draws.open(0)
     opened = state(g)
-    draws.open()
+    draws.open(0)
     assert state(g) == opened != before
     draws.close()
     closed = state(g)
@@ -57,7 +57,7 @@ def test_looking_ahead_gives_the_order_that_opening_will_give_and_moves_nothing(
     ahead = draws.order().tolist()
     assert draws.order().tolist() == ahead
     assert state(g) == before
-    draws.open()
+    draws.open(0)
     assert draws.order().tolist() == ahead
 
 
@@ -66,29 +66,29 @@ def test_looking_ahead_gives_the_order_that_opening_will_give_and_moves_nothing(
 )
 def test_a_restored_epoch_has_its_order_and_keeps_the_users_draws(options):
     g, draws = new(**options)
-    draws.open()
+    draws.open(0)
     order = draws.order().tolist()
     torch.rand(5, generator=g)  # the user's own
-    text = draws.capture()
+    text = draws.capture(0)
     other, copy = new(seed=77, **options)
     copy.restore(copy.check(text))
     assert state(other) == state(g)
     assert copy.order().tolist() == order
-    assert copy.capture() == text
-    copy.open()
+    assert copy.capture(0) == text
+    copy.open(0)
     assert state(other) == state(g)
     for each in (draws, copy):
         each.close()
     assert state(other) == state(g)
     for each in (draws, copy):
-        each.open()
+        each.open(1)
     assert copy.order().tolist() == draws.order().tolist() != order
 
 
 def test_a_check_and_the_order_of_a_saved_epoch_move_nothing():
     _g, draws = new()
-    draws.open()
-    text = draws.capture()
+    draws.open(0)
+    text = draws.capture(0)
     other, copy = new(seed=77)
     before = state(other)
     saved = copy.check(text)
@@ -98,25 +98,25 @@ def test_a_check_and_the_order_of_a_saved_epoch_move_nothing():
 
 def test_two_generators_are_two_and_one_given_twice_is_one():
     g, draws = new()
-    assert len(json.loads(draws.capture())["now"]) == 1
+    assert len(json.loads(draws.capture(0))["now"]) == 1
     second = torch.Generator().manual_seed(5)
     both = GeneratorDraws(second, RandomSampler(Plain(10), generator=g))
-    assert len(json.loads(both.capture())["now"]) == 2
+    assert len(json.loads(both.capture(0))["now"]) == 2
     with pytest.raises(StateError, match="pass the generators the run was saved with"):
-        both.check(draws.capture())
+        both.check(draws.capture(0))
 
 
 def test_worker_seeds_are_drawn_from_a_copy():
     g, draws = new()
     assert draws.worker_generator() is None
     reference = draw_base_seed(torch.Generator().manual_seed(0))
-    draws.open()
+    draws.open(0)
     opened = state(g)
     copy = draws.worker_generator()
     assert draw_base_seed(copy) == reference
     assert state(g) == opened
     _, without = new(base=False)
-    without.open()
+    without.open(0)
     assert without.worker_generator() is None
 
 
@@ -124,12 +124,57 @@ def test_a_generator_without_a_sampler_draws_base_seeds_only():
     g, draws = new(sampler=False)
     reference = torch.Generator().manual_seed(0)
     assert draws.length == 0
-    for _ in range(3):
-        draws.open()
+    for epoch in range(3):
+        draws.open(epoch)
         draws.close()
         draw_base_seed(reference)
     assert state(g) == state(reference)
     assert draws.order().tolist() == []
+
+
+def test_the_epoch_that_was_left_last_is_remembered_as_it_was():
+    g, draws = new()
+    draws.open(4)
+    order, before = draws.order().tolist(), draws.capture(4)
+    torch.rand(3, generator=g)  # the user's own, made after the capture
+    later = draws.capture(4)
+    assert later != before
+    draws.close()
+    ready = draws.capture(5)
+    assert draws.capture(4) == later, "just before it was left"
+    assert draws.order(4).tolist() == order
+    draws.open(5)
+    assert draws.capture(4) == later
+    assert draws.order(4).tolist() == order != draws.order(5).tolist()
+    assert draws.capture(5) != ready
+    copy = new(seed=77)[1]
+    assert copy.order_of(copy.check(later)).tolist() == order
+
+
+def test_what_was_left_earlier_is_refused_and_a_restored_state_remembers_nothing():
+    _, draws = new()
+    for epoch in range(2):
+        draws.open(epoch)
+        draws.close()
+    with pytest.raises(ValueError, match=r"goes back to epoch 0.*to epoch 1 only"):
+        draws.capture(0)
+    left, now = draws.capture(1), draws.capture(2)
+    assert left != now
+    draws.restore(draws.check(now))
+    assert draws.capture(1) == draws.capture(2) == now
+
+
+def test_an_epoch_that_was_loaded_is_left_like_any_other():
+    g, draws = new()
+    draws.open(0)
+    text, order = draws.capture(0), draws.order().tolist()
+    other, copy = new(seed=77)
+    copy.restore(copy.check(text))
+    copy.close()  # never opened here: the draws were made in another process
+    draws.close()
+    assert state(other) == state(g)
+    assert copy.order(0).tolist() == order
+    assert copy.capture(0) == text
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "3", '{"now": ["00"]}', '{"before": 3, "now": []}'])

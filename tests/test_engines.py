@@ -10,9 +10,10 @@ import torch
 from support_law import Noted, Plain, as_is, global_streams, indices_of, make, noted, whole_epochs
 
 from resumable_data import ResumableLoader
+from resumable_data.deals import Coordinates, PositionDeal
 from resumable_data.engines import MapEngine
+from resumable_data.fetch import Fetcher
 from resumable_data.orders import Sequential
-from resumable_data.passes import make_tickets
 from resumable_data.plan import Plan
 
 
@@ -47,20 +48,23 @@ def test_generators_in_the_loader_and_in_the_dataset_do_not_hinder_spawn():
         loader = ResumableLoader(
             OwnGenerator(6), 2, shuffle=True, generator=g, collate_fn=as_is, seed=1, **options
         )
-        return list(loader), g.get_state().tolist()
+        with pytest.warns(UserWarning, match="nothing reseeds"):
+            batches = list(loader)
+        return batches, g.get_state().tolist()
 
     assert run(num_workers=1, multiprocessing_context="spawn") == run()
 
 
 def tickets(n=10, batch_size=2):
-    plan = Plan(n, n, batch_size, 1, 0, False)
-    order = Sequential(n, n).look(0, 0)
-    return make_tickets(plan, order, 0, epoch=0, seed=7, base_seed=0)
+    order = Sequential(n).look(0, 0)
+    return PositionDeal(Plan(n, batch_size, 1, 0, False), lambda: order).tickets(0, (), Coordinates(0, 7, 0))
 
 
 def engine(**options):
     template = torch.utils.data.DataLoader(Noted(10), 2, collate_fn=noted, **options)
-    return MapEngine(template, "batch.v1", 0)
+    return MapEngine(
+        template, lambda aside: Fetcher(template.dataset, template.collate_fn, "batch.v1", 0, aside=aside)
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,8 @@ from support.runs import (
 )
 from torch.utils.data import DataLoader, DistributedSampler
 
-import resumable_data.run
 from resumable_data import ResumableLoader, StaleIteratorError, StateMismatchError
-from resumable_data.passes import make_tickets
+from resumable_data.deals import PositionDeal
 
 pytest_plugins = ["support.plugin"]
 
@@ -215,13 +214,15 @@ class CountingFetched(ResumableLoader):
 
 
 def test_w7_control_counting_prefetched_batches_fails(fresh, monkeypatch):
+    tickets = PositionDeal.tickets
+
     def counted(*args, **kwargs):
-        for ticket in make_tickets(*args, **kwargs):
+        for ticket in tickets(*args, **kwargs):
             CountingFetched.fetched += 1
             yield ticket
 
     monkeypatch.setattr(CountingFetched, "fetched", -24)  # two passes without workers come first
-    monkeypatch.setattr(resumable_data.run, "make_tickets", counted)
+    monkeypatch.setattr(PositionDeal, "tickets", counted)
     with pytest.raises(AssertionError, match=r"12, 12\) == \(2, 2"):
         two_of_twelve(fresh, CountingFetched)
 

@@ -9,12 +9,12 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from support_law import Batched, Noted, Plain, as_is, global_streams, noted
+from support_law import Noted, Plain, as_is, draws, global_streams, noted
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
-from resumable_data import ResumableLoader, fetch
-from resumable_data.fetch import Fetcher, Ticket, WorkerInit, choose_samples
+from resumable_data import ResumableLoader
+from resumable_data.fetch import Fetcher, Ticket, WorkerInit
 
 KEYS = [5, 0, 3]
 
@@ -101,29 +101,118 @@ def test_the_processes_streams_stay_also_where_the_dataset_raises():
     assert global_streams() == before
 
 
+class Asked(Plain):
+    """Notes how it is asked for samples."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.asked = []
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return index
+
+
+class AskedForBatches(Asked):
+    def __getitems__(self, indices):
+        self.asked.append(list(indices))
+        return list(indices)
+
+
+@pytest.mark.parametrize("seeding", ["batch.v1", "sample.v1", "none"])
+def test_samples_are_had_as_torch_has_them(seeding):
+    items = Asked(9)
+    assert fetcher(items, as_is, seeding)[ticket()] == (4, KEYS)
+    assert items.asked == KEYS
+    if seeding != "sample.v1":
+        whole = AskedForBatches(9)
+        assert fetcher(whole, as_is, seeding)[ticket()] == (4, KEYS)
+        assert whole.asked == [KEYS]
+
+
+def test_a_subset_seeded_by_sample_is_fetched_item_by_item():
+    whole = AskedForBatches(9)
+    # a subset hands its own keys on; seeded before each sample it is asked for one at a time
+    assert fetcher(Subset(whole, range(9)), as_is, "sample.v1")[ticket()] == (4, KEYS)
+    assert whole.asked == KEYS
+    with pytest.raises(ValueError, match=r"seeding='sample'.*AskedForBatches.*__getitems__"):
+        fetcher(whole, as_is, "sample.v1")
+
+
 @pytest.mark.parametrize(
-    ("dataset", "collate_fn", "seeding", "chosen"),
+    ("dataset", "collate_fn", "taken"),
     [
-        (TensorDataset(torch.arange(9)), default_collate, "batch.v1", fetch._tensors),
-        (TensorDataset(torch.arange(9)), default_collate, "sample.v1", fetch._tensors),
-        (TensorDataset(torch.arange(9)), default_collate, "none", fetch._items_unseeded),
-        (TensorDataset(torch.arange(9)), as_is, "batch.v1", fetch._items_seeded),
-        (TensorDataset(torch.arange(18)[::2]), default_collate, "batch.v1", fetch._items_seeded),
-        (
-            TensorDataset(torch.ones(9, requires_grad=True)),
-            default_collate,
-            "batch.v1",
-            fetch._items_seeded,
-        ),
-        (Subset(TensorDataset(torch.arange(9)), [1]), default_collate, "batch.v1", fetch._getitems_seeded),
-        (Subset(Plain(9), [1]), default_collate, "sample.v1", fetch._items_each_seeded),
-        (Batched(9), as_is, "batch.v1", fetch._getitems_seeded),
-        (Batched(9), as_is, "none", fetch._getitems_unseeded),
-        (Noted(9), as_is, "sample.v1", fetch._items_each_seeded),
+        (TensorDataset(torch.arange(9)), default_collate, True),
+        (TensorDataset(torch.arange(9)), as_is, False),
+        (TensorDataset(torch.arange(18)[::2]), default_collate, False),
+        (TensorDataset(torch.ones(9, requires_grad=True)), default_collate, False),
+        (Subset(TensorDataset(torch.arange(9)), [1]), default_collate, False),
     ],
 )
-def test_how_samples_are_had(dataset, collate_fn, seeding, chosen):
-    assert choose_samples(dataset, collate_fn, seeding) is chosen
+@pytest.mark.parametrize("seeding", ["batch.v1", "sample.v1", "none"])
+def test_tensors_are_taken_whole_only_where_it_cannot_be_told(dataset, collate_fn, taken, seeding):
+    assert fetcher(dataset, collate_fn, seeding)._whole_tensors is taken
+    reseeded = Fetcher(
+        dataset, collate_fn, "batch.v1", 0, aside=True, reseed=lambda dataset, word: None
+    )  # a function of the user's may draw
+    assert not reseeded._whole_tensors
+
+
+@pytest.mark.parametrize("keys", [["a", "c"], [(0, 3)], [np.int64(2)]], ids=str)
+def test_a_samplers_keys_reach_the_dataset_as_they_are(keys):
+    class Named:
+        def __getitem__(self, key):
+            return type(key), key
+
+    given = ticket()._replace(keys=keys)
+    for seeding in ("batch.v1", "sample.v1", "none"):
+        assert fetcher(Named(), as_is, seeding)[given] == (4, [(type(key), key) for key in keys])
+
+
+def test_a_single_sample_is_not_put_into_a_list():
+    for seeding in ("batch.v1", "sample.v1", "none"):
+        this = Fetcher(Plain(9), as_is, seeding, 0, aside=True, single=True)
+        assert this[ticket([5])] == (4, 5)
+        whole = Fetcher(AskedForBatches(9), as_is, seeding, 0, aside=True, single=True)
+        assert whole[ticket([5])] == (4, 5)
+
+
+def test_a_single_sample_draws_as_the_batch_of_it_would():
+    for seeding in ("batch.v1", "sample.v1"):
+        single = Fetcher(Noted(9), as_is, seeding, 0, aside=True, single=True)
+        assert single[ticket([5])][1] == fetcher(Noted(9), as_is, seeding)[ticket([5])][1][0]
+
+
+class Epochs(Plain):
+    """Notes the epochs it is told, each with a draw from every library."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.told = []
+
+    def set_epoch(self, epoch):
+        self.told.append((epoch, *draws()))
+
+
+def told(seeding="batch.v1", rank=0, epochs=(0, 0, 1, 1, 0)):
+    dataset = Epochs(9)
+    this = fetcher(dataset, as_is, seeding, rank)
+    for number, epoch in enumerate(epochs):
+        this[ticket(epoch=epoch, first=number)]
+    return dataset.told
+
+
+def test_a_dataset_is_told_the_epoch_where_it_changes_and_draws_the_same_everywhere():
+    assert [epoch for epoch, *_ in told()] == [0, 1, 0]
+    assert told() == told(rank=3) == told("sample.v1")
+    first, second, again = told()
+    assert first == again
+    assert all(mine != theirs for mine, theirs in zip(first, second, strict=True))
+    assert [epoch for epoch, *_ in told("none")] == [0, 1, 0]
+
+
+def test_control_an_unseeded_datasets_epoch_draws_differ():
+    assert told("none") != told("none")
 
 
 class Changed(TensorDataset):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support_law import Batched, Noted, Plain, as_is, make, position
+from support_law import Batched, Noted, Plain, as_is, make, position, through_json
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -14,6 +14,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 from resumable_data import ResumableLoader, StateMismatchError
@@ -74,38 +75,102 @@ class OwnDistributedSampler(DistributedSampler):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "arguments", "name"),
+    ("dataset", "name"),
     [
-        (Plain(10), {"tail": "drop"}, "tail='drop'"),
-        (Plain(10), {"tail": "uneven"}, "tail='uneven'"),
-        (Plain(10), {"process_group": object()}, "process_group"),
-        (Plain(10), {"batches_per_epoch": 3}, "batches_per_epoch"),
-        (Plain(10), {"reseed": print}, "reseed"),
-        (Plain(10), {"in_order": False, "num_workers": 2}, "in_order=False"),
-        (Plain(10), {"batch_size": None}, "batch_size=None"),
-        (Plain(10), {"batch_sampler": BatchSampler(range(10), 2, False)}, "batch_sampler"),
-        (Plain(10), {"sampler": RandomSampler(Plain(10))}, "sampler (RandomSampler)"),
-        (Plain(10), {"sampler": SequentialSampler(Plain(10))}, "sampler (SequentialSampler)"),
-        (Plain(10), {"sampler": SubsetRandomSampler([1, 2])}, "sampler (SubsetRandomSampler)"),
-        (Plain(10), {"sampler": OwnDistributedSampler(Plain(10), 2, 0)}, "sampler (OwnDistributedSampler)"),
-        (Plain(10), {"sampler": [1, 2, 3]}, "sampler (list)"),
-        (Stream(), {}, "dataset (an IterableDataset)"),
-        (Stateful(10), {}, "dataset (with a state_dict of its own)"),
+        (Stream(), "dataset (an IterableDataset)"),
+        (Stateful(10), "dataset (with a state_dict of its own)"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["a stream", "a stateful dataset"],
 )
-def test_what_this_version_cannot_do_is_named(dataset, arguments, name):
+def test_what_this_version_cannot_do_is_named(dataset, name):
     with pytest.raises(NotImplementedError) as caught:
-        ResumableLoader(dataset, **arguments)
+        ResumableLoader(dataset)
     assert str(caught.value).startswith(name + " is not supported")
 
 
-def test_methods_of_later_versions_are_named():
-    loader = make()
-    with pytest.raises(NotImplementedError, match="in_flight"):
-        loader.state_dict(in_flight=1)
-    with pytest.raises(NotImplementedError, match="wrap"):
-        ResumableLoader.wrap(torch.utils.data.DataLoader(Plain(3)))
+class Descending:
+    """A sampler of the user's."""
+
+    def __iter__(self):
+        return iter(range(9, -1, -1))
+
+    def __len__(self):
+        return 10
+
+
+def carried(kind, *arguments, **options):
+    return kind(*arguments, generator=torch.Generator().manual_seed(3), **options)
+
+
+TAKEN = {
+    "tail='drop'": (lambda: {"tail": "drop", "num_replicas": 4, "rank": 1, "seed": 1}, "sequential"),
+    "tail='uneven'": (lambda: {"tail": "uneven", "num_replicas": 4, "rank": 1, "seed": 1}, "sequential"),
+    "batches_per_epoch": (lambda: {"batches_per_epoch": 3}, "sequential"),
+    "reseed": (lambda: {"reseed": lambda dataset, word: None}, "sequential"),
+    "in_order=False": (lambda: {"in_order": False}, "sequential"),
+    "batch_size=None": (lambda: {"batch_size": None}, "sequential"),
+    "torch's batch sampler": (lambda: {"batch_sampler": BatchSampler(range(10), 2, False)}, "sampler"),
+    "a batch sampler": (lambda: {"batch_sampler": [[1, 2], [3], [0, 4, 5]]}, "batch_sampler"),
+    "RandomSampler": (lambda: {"sampler": RandomSampler(Plain(10))}, "sampler"),
+    "RandomSampler with a generator": (lambda: {"sampler": carried(RandomSampler, Plain(10))}, "generator"),
+    "SubsetRandomSampler with a generator": (
+        lambda: {"sampler": carried(SubsetRandomSampler, range(4))},
+        "generator",
+    ),
+    "WeightedRandomSampler with a generator": (
+        lambda: {"sampler": carried(WeightedRandomSampler, [1.0] * 10, 5)},
+        "generator",
+    ),
+    "SequentialSampler": (lambda: {"sampler": SequentialSampler(Plain(10))}, "sampler"),
+    "SubsetRandomSampler": (lambda: {"sampler": SubsetRandomSampler([1, 2])}, "sampler"),
+    "a DistributedSampler": (lambda: {"sampler": DistributedSampler(Plain(10), 2, 0)}, "distributed"),
+    "a subclass of DistributedSampler": (
+        lambda: {"sampler": OwnDistributedSampler(Plain(10), 2, 0)},
+        "sampler",
+    ),
+    "a list": (lambda: {"sampler": [1, 2, 3]}, "sampler"),
+    "a sampler": (lambda: {"sampler": Descending()}, "sampler"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "order"), TAKEN.values(), ids=TAKEN)
+def test_every_argument_is_taken_and_its_order_resumed(arguments, order):
+    def new():
+        options = arguments()
+        sized = {} if "batch_sampler" in options or "batch_size" in options else {"batch_size": 1}
+        return ResumableLoader(Plain(10), **{"seed": 5, "collate_fn": as_is, **sized, **options})
+
+    loader = new()
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    assert state["order"] == order
+    rest = list(iterator)
+    assert rest
+    copy = new()
+    copy.load_state_dict(through_json(state))
+    assert list(copy) == rest
+    assert list(copy) == list(loader)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "parts"),
+    [
+        ({"process_group": "world"}, TypeError, ["process_group", "ProcessGroup or a DeviceMesh"]),
+        ({"process_group": 3, "rank": 0}, ValueError, ["process_group", "rank=0", "pass the group, or"]),
+        ({"batches_per_epoch": 0}, ValueError, ["batches_per_epoch", "0", "[1, "]),
+        ({"batches_per_epoch": 2.0}, TypeError, ["batches_per_epoch", "2.0"]),
+        ({"reseed": 3}, TypeError, ["reseed", "3"]),
+        ({"reseed": print, "seeding": None}, ValueError, ["reseed", "seeding=None"]),
+        ({"in_order": False, "num_workers": -1}, ValueError, ["num_workers"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_wrong_values_of_what_is_taken(arguments, error, parts):
+    with pytest.raises(error) as caught:
+        ResumableLoader(Plain(10), **arguments)
+    for part in parts:
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -155,20 +220,31 @@ def test_sample_seeding_refuses_a_dataset_of_whole_batches():
     assert first == list(ResumableLoader(subset, 2, seeding="sample", seed=1, collate_fn=as_is))
 
 
-@pytest.mark.parametrize("sampler", ["distributed", "random"])
-def test_a_sampler_is_never_sharded_again(sampler):
+@pytest.mark.parametrize("tail", ["pad", "drop", "uneven"])
+def test_a_sampler_is_never_sharded_again(tail):
     data = Plain(10)
-    chosen = {
-        "distributed": DistributedSampler(data, 2, 0),
-        "random": RandomSampler(data, generator=torch.Generator()),
-    }[sampler]
-    with pytest.raises(ValueError, match=f"num_replicas=2 with sampler={type(chosen).__name__}"):
-        ResumableLoader(data, sampler=chosen, num_replicas=2, rank=0, seed=1)
+
+    def batches(rank, sampler):
+        options = {"seed": 1, "collate_fn": as_is, "tail": tail}
+        return list(ResumableLoader(data, 4, sampler=sampler, num_replicas=2, rank=rank, **options))
+
+    whole = [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
+    assert batches(0, Descending()) == batches(1, Descending()) == whole
+    with pytest.raises(ValueError, match=r"\(3, 0\) with a DistributedSampler of \(2, 0\)"):
+        ResumableLoader(data, sampler=DistributedSampler(data, 2, 0), num_replicas=3, rank=0, seed=1)
+    if tail != "pad":
+        with pytest.raises(ValueError, match=f"tail='{tail}' with a DistributedSampler"):
+            ResumableLoader(data, sampler=DistributedSampler(data, 2, 0), tail=tail)
 
 
 def test_a_generators_draws_are_not_dealt_out():
-    with pytest.raises(ValueError, match="num_replicas=2 with generator="):
-        ResumableLoader(Plain(10), shuffle=True, generator=torch.Generator(), num_replicas=2, rank=0, seed=1)
+    for options in (
+        {"shuffle": True, "generator": torch.Generator()},
+        {"generator": torch.Generator()},
+        {"sampler": carried(RandomSampler, Plain(10))},
+    ):
+        with pytest.raises(ValueError, match="num_replicas=2 with a generator"):
+            ResumableLoader(Plain(10), num_replicas=2, rank=0, seed=1, **options)
 
 
 def test_what_is_not_a_function_of_the_position_is_refused():

@@ -508,7 +508,7 @@ def _(new):
             call()
         assert position(loader) == (0, 0)
     loader.seek(0, B)
-    with pytest.raises(IndexError, match="peek at batch 5 of epoch 0"):
+    with pytest.raises(IndexError, match="peek past the end: epoch 0 has 5 batches"):
         loader.peek()
     assert list(loader) == []
 

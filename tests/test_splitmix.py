@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resumable_data.splitmix import GOLDEN, MASK64, absorb, derive, emit, mix, start
+from resumable_data.splitmix import GOLDEN, MASK64, absorb, derive, emit, mix, start, words_after
 
 VECTORS = json.loads((Path(__file__).parent / "golden" / "order.json").read_text())["derive"]
 WORDS = st.integers(0, MASK64)
@@ -80,3 +80,11 @@ def test_one_flipped_bit_of_a_coordinate_flips_half_of_the_word():
 def test_constants_are_those_of_the_definition():
     assert GOLDEN == 0x9E37_79B9_7F4A_7C15
     assert MASK64 == 2**64 - 1
+
+
+@given(st.integers(0, MASK64), st.lists(st.integers(0, MASK64), max_size=4), st.integers(0, 6))
+def test_the_one_frame_form_gives_the_same_words(state, words, count):
+    expected = state
+    for word in words:
+        expected = absorb(expected, word)
+    assert words_after(state, *words, count=count) == emit(expected, count)

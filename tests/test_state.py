@@ -10,7 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_law import Noted, Plain, as_is, error_from, make, noted, position, through_json
+from support_law import (
+    Noted,
+    Plain,
+    as_is,
+    error_from,
+    indices_of,
+    make,
+    noted,
+    position,
+    through_json,
+    whole_epochs,
+)
 from torch.utils.data import DistributedSampler, RandomSampler
 
 from resumable_data import ResumableLoader, StateError, StateMismatchError, StateVersionError
@@ -44,12 +55,16 @@ CONTRACT = [
 ]
 
 
-def saved(**changes):
-    loader = make()
+def saved_of(loader):
+    """The state after two batches."""
     iterator = iter(loader)
     next(iterator)
     next(iterator)
-    return {**loader.state_dict(), **changes}
+    return loader.state_dict()
+
+
+def saved(**changes):
+    return {**saved_of(make()), **changes}
 
 
 def generator_loader(seed=0, n=10, **options):
@@ -296,22 +311,109 @@ def test_what_may_be_overridden_is_what_is_compared_and_the_digest():
     make().load_state_dict(saved(), override={*COMPARED, "order_digest"})
 
 
+TOPOLOGIES = {
+    "batch_size": {"batch_size": 3},
+    "num_replicas": {"num_replicas": 2, "rank": 0},
+    "both": {"num_replicas": 2, "rank": 1, "batch_size": 1},
+}
+
+
+@pytest.mark.parametrize("options", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_another_topology_goes_on_from_the_same_position(options, shuffle):
+    state = saved_of(make(shuffle=shuffle))
+    loader = make(shuffle=shuffle, **options)
+    loader.load_state_dict(state)
+    after = loader.state_dict()
+    present = {key: value for key, value in options.items() if key != "rank"}
+    assert after == {**state, **present, "segment": [4, 2]}
+    whole = [index for batch in whole_epochs(1, shuffle=shuffle)[0] for index in indices_of(batch)]
+    width = options.get("num_replicas", 1)
+    # of the six samples that are left each rank takes every second
+    mine = whole[4 + options.get("rank", 0) :: width]
+    assert [index for batch in loader for index in indices_of(batch)] == mine
+    assert position(loader) == (1, 0)
+    assert loader.state_dict()["segment"] == [0, 0]
+
+
+def test_another_topology_at_an_epochs_start_begins_no_segment():
+    loader = make(batch_size=3)
+    loader.load_state_dict(make().state_dict())
+    assert loader.state_dict()["segment"] == [0, 0]
+    assert len(list(loader)) == 4
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [({"batch_size": 3}, "batch_size"), ({"num_replicas": 2, "rank": 0}, "num_replicas")],
 )
-def test_another_topology_is_refused_by_name(options, name):
-    loader = make(**options)
+def test_another_topology_is_refused_by_name_where_the_order_is_not_global(options, name):
+    loader = with_sampler(**options)
     before = everything_of(loader)
-    with pytest.raises(NotImplementedError, match=name):
-        loader.load_state_dict(saved())
+    now = options[name]
+    was = {"batch_size": 2, "num_replicas": 1}[name]
+    message, fields = error_from(StateMismatchError, lambda: loader.load_state_dict(saved_of(with_sampler())))
+    assert fields == {name: (was, now)}
+    assert "override" not in message, "no name accepts it"
+    with pytest.raises(ValueError, match="override names"):
+        loader.load_state_dict(saved_of(with_sampler()), override={name})
     assert everything_of(loader) == before
 
 
-@pytest.mark.parametrize("name", ["sampler", "stream"])
-def test_what_a_later_version_saved_is_refused_by_name(name):
-    with pytest.raises(NotImplementedError, match=name):
-        make().load_state_dict(saved(**{name: "{}"}))
+def with_sampler(batch_size=2, **options):
+    return ResumableLoader(Plain(10), batch_size, sampler=list(range(9)), collate_fn=as_is, seed=7, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"batch_size": 3}, "batch_size"), ({"num_replicas": 2, "rank": 0}, "num_replicas")],
+)
+def test_another_topology_is_refused_by_name_while_batches_are_missing(options, name):
+    # batch 2 came before batches 0 and 1 did
+    state = saved(batch_in_epoch=1, samples_in_epoch=0, consumed_samples=2, delivered_ahead=[2])
+    loader = make(**options)
+    before = everything_of(loader)
+    _, fields = error_from(StateMismatchError, lambda: loader.load_state_dict(state))
+    assert list(fields) == [name]
+    assert everything_of(loader) == before
+    same = make()
+    same.load_state_dict(state)
+    assert same.state_dict() == state
+    whole = whole_epochs(1)[0]
+    assert list(same) == whole[:2] + whole[3:]
+
+
+def test_a_batch_before_the_change_of_topology_cannot_be_had_again():
+    loader = make(batch_size=3)
+    loader.load_state_dict(saved())
+    with pytest.raises(ValueError, match="batch 1 of epoch 0 was delivered under another"):
+        loader.batch_at(0, 1)
+    with pytest.raises(ValueError, match="batch 1 of epoch 0 was delivered under another"):
+        loader.seek(0, 1)
+    assert position(loader) == (0, 2)
+    later = loader.batch_at(0, 3)
+    assert list(loader)[1] == later
+    loader.seek(0, 0)  # gives the position up
+    assert list(loader) == whole_epochs(1, batch_size=3)[0]
+
+
+@pytest.mark.parametrize("new", [make, with_sampler], ids=["shuffled", "sampler"])
+def test_the_state_of_a_stream_is_refused_by_name(new):
+    state = {**saved_of(new()), "stream": "{}"}
+    loader = new()
+    before = everything_of(loader)
+    _, fields = error_from(StateMismatchError, lambda: loader.load_state_dict(state))
+    assert list(fields) == ["stream"]
+    assert everything_of(loader) == before
+
+
+@pytest.mark.parametrize("text", ["{}", "nonsense", "[1]"])
+def test_a_samplers_state_where_there_is_no_sampler_is_refused_by_name(text):
+    loader = make()
+    before = everything_of(loader)
+    with pytest.raises(StateError, match="sampler"):
+        loader.load_state_dict(saved(sampler=text))
+    assert everything_of(loader) == before
 
 
 @pytest.mark.parametrize(

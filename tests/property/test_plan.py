@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -9,73 +11,170 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from resumable_data import ResumableLoader
+from resumable_data.deals import Coordinates, PositionDeal
 from resumable_data.orders import Distributed, Sequential, Shuffled, Stored
-from resumable_data.passes import make_ticket, make_tickets
 from resumable_data.permutation import Permutation
 from resumable_data.plan import Plan
 
 from .strategies import examples, tried
 
 WORDS = st.integers(0, 2**64 - 1)
+TAILS = ("pad", "drop", "uneven")
 
 
 @st.composite
 def plans(draw, max_n=200):
     replicas = draw(st.integers(1, 5))
     length = draw(st.integers(0, max_n))
+    begun = draw(st.integers(0, length))
+    tail = draw(st.sampled_from(TAILS))
     return Plan(
         length=length,
-        real=length,
         batch_size=draw(st.integers(1, 12)),
         num_replicas=replicas,
         rank=draw(st.integers(0, replicas - 1)),
         drop_last=draw(st.booleans()),
+        tail=tail,
+        # a DistributedSampler pads or drops
+        pads_first=tail != "uneven" and draw(st.booleans()),
+        # another topology may have delivered so many samples in any number of batches that holds them
+        start=(begun, draw(st.integers(min(1, begun), begun))),
+        limit=draw(st.none() | st.integers(1, max_n)),
     )
 
 
+def ranks_of(plan):
+    return [replace(plan, rank=rank) for rank in range(plan.num_replicas)]
+
+
+def positions(plan, batch):
+    return [plan.first(batch) + place * plan.num_replicas for place in range(plan.count(batch))]
+
+
 @settings(max_examples=examples(300))
-@given(plan=plans(), seed=WORDS, epoch=WORDS, data=st.data())
-def test_tickets_made_in_chunks_equal_tickets_made_one_by_one(plan, seed, epoch, data):
-    begin = data.draw(st.integers(0, plan.batches + 1), label="begin")
-    order = Shuffled(plan.length, plan.length).look(epoch, seed)
-    coordinates = {"epoch": epoch, "seed": seed, "base_seed": 17}
-    single = [make_ticket(plan, order, number, **coordinates) for number in range(begin, plan.batches)]
-    assert list(make_tickets(plan, order, begin, **coordinates)) == single
-    tried("tickets", plan, begin)
+@given(plan=plans(), where=st.builds(Coordinates, WORDS, WORDS, WORDS), data=st.data())
+def test_tickets_made_in_chunks_are_made_one_by_one_but_those_that_came_already(plan, where, data):
+    begin = data.draw(st.integers(plan.start[1], plan.batches + 1), label="begin")
+    ahead = data.draw(st.sets(st.integers(begin, begin + 40), max_size=5), label="ahead")
+    order = Shuffled(plan.length).look(where.epoch, where.seed)
+    deal = PositionDeal(plan, lambda: order)
+    numbers = [number for number in range(begin, plan.batches) if number not in ahead]
+    tickets = list(deal.tickets(begin, ahead, where))
+    assert tickets == [deal.ticket(number, where) for number in numbers]
+    for ticket in tickets:
+        wanted = [
+            int(order.take(position % plan.length, 1, 1)[0]) for position in positions(plan, ticket.number)
+        ]
+        assert np.frombuffer(ticket.keys, "<i8").tolist() == wanted
+        assert ticket[1:4] == tuple(where)
+        assert (ticket.first, ticket.stride) == (plan.first(ticket.number), plan.num_replicas)
+    tried("tickets", plan, begin, *sorted(ahead))
 
 
 def test_tickets_of_an_epoch_longer_than_a_chunk():
-    plan = Plan(length=100_003, real=100_003, batch_size=7, num_replicas=2, rank=1, drop_last=False)
-    order = Sequential(plan.length, plan.length).look(0, 0)
-    tickets = list(make_tickets(plan, order, 3, epoch=0, seed=0, base_seed=0))
+    plan = Plan(length=100_003, batch_size=7, num_replicas=2, rank=1, drop_last=False)
+    order = Sequential(plan.length).look(0, 0)
+    tickets = list(PositionDeal(plan, lambda: order).tickets(3, (), Coordinates(0, 0, 0)))
     assert [ticket.number for ticket in tickets] == list(range(3, plan.batches))
-    keys = [key for ticket in tickets for key in np.frombuffer(ticket.indices, "<i8").tolist()]
+    keys = [key for ticket in tickets for key in np.frombuffer(ticket.keys, "<i8").tolist()]
     assert keys == [p % plan.length for p in range(3 * 14 + 1, 2 * plan.samples, 2)]
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(500))
 @given(plan=plans())
-def test_the_plan_deals_contiguous_blocks_and_covers_every_position_once(plan):
-    ranks = [
-        Plan(plan.length, plan.real, plan.batch_size, plan.num_replicas, rank, plan.drop_last)
-        for rank in range(plan.num_replicas)
-    ]
+def test_dealing_is_a_partition_of_the_rest_in_contiguous_blocks(plan):
+    plan = replace(plan, limit=None)
+    ranks = ranks_of(plan)
+    begun, number = plan.start
+    batches = [this.batches for this in ranks]
+    assert max(batches) - min(batches) <= (plan.tail == "uneven")
     covered = []
-    for batch in range(plan.batches):
-        block = sorted(
-            this.first(batch) + place * plan.num_replicas
-            for this in ranks
-            for place in range(this.count(batch))
-        )
-        assert block == list(range(len(covered), len(covered) + len(block)))
+    for batch in range(number, max(batches)):
+        block = sorted(p for this in ranks if batch < this.batches for p in positions(this, batch))
+        assert block, "no batch is empty"
+        assert block == list(range(begun + len(covered), begun + len(covered) + len(block)))
         covered += block
-        assert plan.samples_at(batch + 1) == min(plan.length, len(covered))
-    assert len(covered) == plan.samples * plan.num_replicas
-    if plan.drop_last:
-        assert plan.length - plan.block < len(covered) <= plan.length
-    else:
-        assert plan.length <= len(covered) < plan.length + plan.num_replicas
+        assert {this.samples_at(batch + 1) for this in ranks} == {min(plan.length, begun + len(covered))}
+    assert len(covered) == sum(this.samples for this in ranks)
+    assert {this.samples_at(number) for this in ranks} == {begun}
+    assert len(covered) == dealt_by_the_book(plan)
     tried("plan", plan)
+
+
+def dealt_by_the_book(plan):
+    """How many positions of the rest all ranks together get, repeats included; written here once more."""
+    rest, width, block = plan.length - plan.start[0], plan.num_replicas, plan.block
+    if plan.drop_last and not plan.pads_first:
+        return rest - rest % block
+    if plan.tail == "pad":
+        rest += -rest % width
+    elif plan.tail == "drop":
+        rest -= rest % width
+    return rest - rest % block if plan.drop_last else rest
+
+
+@settings(max_examples=examples(300))
+@given(plan=plans(), limit=st.integers(1, 200))
+def test_a_limit_is_the_first_batches_of_the_epoch(plan, limit):
+    whole, limited = replace(plan, limit=None), replace(plan, limit=limit)
+    assert limited.batches == len(
+        [number for number in range(whole.batches) if number < limit or number < plan.start[1]]
+    )
+    for batch in range(plan.start[1], limited.batches):
+        assert positions(limited, batch) == positions(whole, batch)
+        assert limited.samples_at(batch + 1) == whole.samples_at(batch + 1)
+
+
+LEGS = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 12), st.integers(0, 9)), max_size=6)
+
+
+def chain(n, legs, last, options):
+    """Positions that one topology after another delivers of an epoch, and the number of batches."""
+    delivered, start = [], (0, 0)
+    for width, batch_size, steps in [*legs, (*last, None)]:
+        ranks = [Plan(n, batch_size, width, rank, **options).starting(start) for rank in range(width)]
+        ends = [this.batches for this in ranks]
+        stop = max(ends) if steps is None else min(start[1] + steps, *ends)
+        for batch in range(start[1], stop):
+            delivered += sorted(p for this in ranks if batch < this.batches for p in positions(this, batch))
+        start = (ranks[0].samples_at(stop), stop)
+    return delivered, start[1]
+
+
+@settings(max_examples=examples(500))
+@given(
+    n=st.integers(0, 400),
+    legs=LEGS,
+    last=st.tuples(st.integers(1, 7), st.integers(1, 12)),
+    drop_last=st.booleans(),
+    tail=st.sampled_from(TAILS),
+    limit=st.none() | st.integers(1, 40),
+)
+def test_a_chain_of_topologies_delivers_every_position_once(n, legs, last, drop_last, tail, limit):
+    options = {"drop_last": drop_last, "tail": tail, "limit": limit}
+    delivered, batches = chain(n, legs, last, options)
+    assert delivered == list(range(len(delivered)))
+    if limit is not None:
+        assert batches <= limit
+    if limit is None or batches < limit:
+        width, batch_size = last
+        if drop_last:
+            assert n - width * batch_size < len(delivered) <= n
+        elif tail == "drop":
+            assert n - width < len(delivered) <= n
+        else:
+            widest = max(width for width, *_ in [*legs, last])
+            assert n <= len(delivered) < n + (widest if tail == "pad" else 1)
+    tried("chains", n, *legs, last, drop_last, tail, limit)
+
+
+def test_control_a_chain_that_begins_each_leg_anew_repeats_positions(monkeypatch):
+    legs, last, options = [(2, 3, 2), (3, 2, 2)], (1, 5), {"drop_last": False}
+    delivered, _ = chain(40, legs, last, options)
+    assert delivered == list(range(40))
+    monkeypatch.setattr(Plan, "first", lambda plan, batch: batch * plan.block + plan.rank)
+    delivered, _ = chain(40, legs, last, options)
+    assert sorted(delivered) != list(range(40))
 
 
 def by_definition(whole, first, count, stride):
@@ -94,8 +193,8 @@ def by_definition(whole, first, count, stride):
 def test_orders_take_what_their_elements_say(n, first, count, stride, seed, epoch):
     permutation = Permutation(n, seed, epoch)
     wholes = {
-        Sequential(n, n): list(range(n)),
-        Shuffled(n, n): [int(permutation.take(np.array([i]))[0]) for i in range(n)],
+        Sequential(n): list(range(n)),
+        Shuffled(n): [int(permutation.take(np.array([i]))[0]) for i in range(n)],
     }
     for order, whole in wholes.items():
         taken = order.look(epoch, seed).take(first, count, stride)
