@@ -6,68 +6,16 @@ The loader asks one of these for everything that depends on where its order come
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from resumable_data.bucketing import BatchPlanner
 from resumable_data.cursor import Place
-from resumable_data.deals import Deal, PlannedDeal, PositionDeal, SamplerDeal
+from resumable_data.dealing import restore_draws
+from resumable_data.deals import PlannedDeal, PositionDeal, SamplerDeal
 from resumable_data.draws import GeneratorDraws, SavedDraws
 from resumable_data.orders import Order, fingerprint_digest
 from resumable_data.plan import Plan
 from resumable_data.sampled import START, Extent, Mark, Reading, chain_of, encode_mark, is_stateful
-
-
-class Dealer(Protocol):
-    """What a loader asks of the source of its order."""
-
-    name: str
-    #: Whether any epoch and batch can be had at any time.
-    random_access: bool
-    #: Whether a state of another topology can be continued.
-    elastic: bool
-    #: Whether the digest of the order can be compared without reading the user's sampler.
-    comparable: bool
-    draws: GeneratorDraws | None
-
-    def deal(self, epoch: int, start: tuple[int, int] = (0, 0)) -> Deal:
-        """An epoch, or what is left of it after (samples, batches) under another topology."""
-        ...
-
-    def deal_at(self, place: Place, start: tuple[int, int], seed: int) -> Deal:
-        """An epoch that is continued at a place; ``seed`` will be the run's, but need not be yet."""
-        ...
-
-    def prepare(self, epoch: int) -> None:
-        """A pass over the epoch begins: make the epoch's draws, tell the user's sampler."""
-        ...
-
-    def announce(self, epoch: int) -> None:
-        """Tell the user's sampler which epoch this is."""
-        ...
-
-    def told(self) -> int | None:
-        """The epoch the user has announced to the sampler itself, if it differs from ours."""
-        ...
-
-    def leave(self) -> None:
-        """The epoch that was prepared last is over."""
-        ...
-
-    def restore(self, saved: SavedDraws | None) -> None:
-        """A state is loaded: put the user's generators back, and forget what was known of other orders."""
-        ...
-
-    def digest(self, place: Place) -> str:
-        """What stands for the indices before a place; "" for the built-in orders."""
-        ...
-
-    def digest_saved(self, epoch: int, samples: int, seed: int, draws: SavedDraws | None) -> str:
-        """The digest that a state saved there must hold; asked only where ``comparable``."""
-        ...
-
-    def sampler_state(self, place: Place) -> str | None:
-        """The sampler's own state at a place, as text; None where it has none."""
-        ...
 
 
 class PositionDealer:
@@ -95,7 +43,7 @@ class PositionDealer:
         plan = self.plan.starting(start)
         return PositionDeal(plan, lambda: self.order.look(epoch, self._seed()))
 
-    def deal_at(self, place: Place, start: tuple[int, int], seed: int) -> PositionDeal:
+    def deal_at(self, place: Place, start: tuple[int, int], seed: int, *, trusted: bool) -> PositionDeal:
         """See ``Dealer``."""
         return self.deal(place.epoch, start)
 
@@ -121,7 +69,7 @@ class PositionDealer:
     def restore(self, saved: SavedDraws | None) -> None:
         """See ``Dealer``."""
         self.order.forget()
-        _restore_draws(self.draws, saved)
+        restore_draws(self.draws, saved)
 
     def digest(self, place: Place) -> str:
         """See ``Dealer``."""
@@ -163,7 +111,7 @@ class PlannedDealer:
         """See ``Dealer``."""
         return self._deal(epoch, start, self._seed)
 
-    def deal_at(self, place: Place, start: tuple[int, int], seed: int) -> PlannedDeal:
+    def deal_at(self, place: Place, start: tuple[int, int], seed: int, *, trusted: bool) -> PlannedDeal:
         """See ``Dealer``."""
         return self._deal(place.epoch, start, lambda: seed)
 
@@ -195,7 +143,7 @@ class PlannedDealer:
 
     def restore(self, saved: SavedDraws | None) -> None:
         """See ``Dealer``."""
-        _restore_draws(self.draws, saved)
+        restore_draws(self.draws, saved)
 
     def digest(self, place: Place) -> str:
         """See ``Dealer``."""
@@ -257,10 +205,11 @@ class SamplerDealer:
         """See ``Dealer``."""
         return self._deal(epoch, (0, 0, self._start()), None)
 
-    def deal_at(self, place: Place, start: tuple[int, int], seed: int) -> SamplerDeal:
-        """See ``Dealer``; a place without a mark is trusted."""
-        known = None if place.mark is None else (place.prefix, place.mark.digest)
-        return self._deal(place.epoch, (place.prefix, place.samples, place.mark or START), known)
+    def deal_at(self, place: Place, start: tuple[int, int], seed: int, *, trusted: bool) -> SamplerDeal:
+        """See ``Dealer``."""
+        mark = place.mark or START
+        known = None if trusted else (place.prefix, mark.digest)
+        return self._deal(place.epoch, (place.prefix, place.samples, mark), known, trusted=trusted)
 
     def deal_sought(self, epoch: int, batch: int, place: Place) -> SamplerDeal:
         """The epoch from a batch of which nothing is known but its number: the sampler is read up to there.
@@ -281,12 +230,19 @@ class SamplerDealer:
         return deal
 
     def _deal(
-        self, epoch: int, begin: tuple[int, int | None, Mark], known: tuple[int, bytes] | None
+        self,
+        epoch: int,
+        begin: tuple[int, int | None, Mark],
+        known: tuple[int, bytes] | None,
+        *,
+        trusted: bool = False,
     ) -> SamplerDeal:
         def read(number: int, samples: int | None, mark: Mark) -> Reading:
+            # a sampler that raised is read anew, under the eye of what it gave before
+            seen = (number, mark.digest) if mark.digest and not trusted else None
             if mark.previous is not None and mark.previous != self._previous:
                 self._reread(mark.previous)
-            self._reading = self._read(epoch, number, samples, mark, known)
+            self._reading = self._read(epoch, number, samples, mark, known or seen)
             self._reading_epoch = epoch
             return self._reading
 
@@ -372,7 +328,7 @@ class SamplerDealer:
     def restore(self, saved: SavedDraws | None) -> None:
         """See ``Dealer``."""
         self._reading = self._previous = self._left_at = None
-        _restore_draws(self.draws, saved)
+        restore_draws(self.draws, saved)
 
     def digest(self, place: Place) -> str:
         """See ``Dealer``."""
@@ -390,10 +346,3 @@ class SamplerDealer:
         if mark.state is None:  # an epoch's start that was not opened
             mark = Mark(mark.digest, self.sampler.state_dict(), ended=self._after_end)
         return encode_mark(mark)
-
-
-def _restore_draws(draws: GeneratorDraws | None, saved: SavedDraws | None) -> None:
-    if draws is not None:
-        draws.forget()
-        if saved is not None:
-            draws.restore(saved)

@@ -9,6 +9,7 @@ Source of the protocol: torch, ``torch/utils/data/dataloader.py`` and ``torch/ut
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from itertools import islice
@@ -52,6 +53,18 @@ class GeneratorDraws:
     def length(self) -> int:
         """Samples the sampler gives in a pass."""
         return len(self._sampler) if self._sampler is not None else 0
+
+    def made_of(self) -> str:
+        """The sampler's class and parameters, as text that differs where its orders do."""
+        sampler = self._sampler
+        parts = [type(sampler).__name__, self.length]
+        parts += [getattr(sampler, name, None) for name in ("replacement", "num_samples")]
+        for name in ("weights", "indices"):
+            values = getattr(sampler, name, None)
+            if values is not None:
+                data = np.ascontiguousarray(values).tobytes()
+                parts.append(hashlib.sha256(data).hexdigest())
+        return repr(parts)
 
     def open(self, epoch: int) -> None:
         """Make the epoch's draws, unless they were made: looking twice draws once."""

@@ -23,6 +23,7 @@ from resumable_data.seeding import (
     batch_words,
     epoch_words,
     seed_streams,
+    set_user_word,
 )
 
 
@@ -107,12 +108,16 @@ class Fetcher:
         """The batch of a ticket; moves this process's streams wherever the seeding says so."""
         if self._whole_tensors and type(ticket.keys) is bytes:
             return _select(self.dataset, ticket.keys)
-        if ticket.epoch != self._epoch_told:
-            self._tell_epoch(ticket)
-        samples = self._samples(ticket)
-        if self._collate_draws:
-            self._seed_batch(TAG_COLLATE, ticket)
-        return self._collate_fn(samples[0] if self._single else samples)
+        try:
+            if ticket.epoch != self._epoch_told:
+                self._tell_epoch(ticket)
+            samples = self._samples(ticket)
+            if self._collate_draws:
+                self._seed_batch(TAG_COLLATE, ticket)
+            return self._collate_fn(samples[0] if self._single else samples)
+        finally:
+            if self._seeding != "none":
+                set_user_word(None)
 
     def _tell_epoch(self, ticket: Ticket) -> None:
         """Tell the dataset the epoch, also the copies that live workers hold; it may draw an order of its own."""
@@ -130,7 +135,7 @@ class Fetcher:
             return self._samples_each_seeded(keys, ticket)
         self._seed_batch(TAG_BATCH, ticket)
         if self._batched:
-            return self.dataset.__getitems__(keys)
+            return self.dataset.__getitems__(keys.copy() if type(keys) is list else keys)
         return [self.dataset[key] for key in keys]
 
     def _samples_each_seeded(self, keys: Iterable[Any], ticket: Ticket) -> list[Any]:
@@ -147,6 +152,7 @@ class Fetcher:
 
     def _seed(self, words: Words) -> None:
         seed_streams(words)
+        set_user_word(words.user)
         if self._reseed is not None:
             self._reseed(self.dataset, words.user)
 

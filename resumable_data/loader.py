@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
@@ -259,6 +259,12 @@ class ResumableLoader(DataLoaderAttributes):
     def check_state_dict(self, state: Mapping[str, Any], *, override: Iterable[str] = ()) -> None:
         """The checks of ``load_state_dict``, with its errors; nothing is changed."""
         self._run.check(state, override)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ResumableLoader can neither be copied nor pickled, since it holds a position and workers: build "
+            "another one from the same arguments and give it state_dict()"
+        )
 
     @classmethod
     def wrap(cls, loader: Any, **options: Any) -> ResumableLoader:

@@ -69,6 +69,9 @@ class Notices:
             identity.batch_size,
             identity.dealer.name,
         )
+
+    def loading(self, saved: LoaderState) -> None:
+        """A checked state is about to be loaded; a warning that is made an error must find nothing changed."""
         if saved.seeding == "none":
             self._warn_once(
                 "seeding",

@@ -12,7 +12,8 @@ import torch.distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from resumable_data.bucketing import BatchPlanner
-from resumable_data.dealers import Dealer, PlannedDealer, PositionDealer, SamplerDealer
+from resumable_data.dealers import PlannedDealer, PositionDealer, SamplerDealer
+from resumable_data.dealing import Dealer
 from resumable_data.draws import TORCH_SAMPLERS, GeneratorDraws
 from resumable_data.mixture import OrderedDataset
 from resumable_data.orders import Distributed, Generated, Order, Ordered, Sequential, Shuffled

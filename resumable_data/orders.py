@@ -64,6 +64,8 @@ class Order:
         """32 hex digits that stand for the epoch's first ``samples`` indices; "" for a built-in order."""
         if not self.digested:
             return ""
+        if not samples:
+            return _short(self.made_of())
         return self._digest.of(lambda: self.look(epoch, seed), epoch, samples)
 
     def digest_saved(self, epoch: int, samples: int, seed: int, draws: SavedDraws | None) -> str:
@@ -75,7 +77,13 @@ class Order:
             seed: The seed that will hold.
             draws: The saved states of the user's generators, if there are any.
         """
+        if not samples:
+            return _short(self.made_of()) if self.digested else ""
         return self.digest_of(self.look(epoch, seed), samples) if self.digested else ""
+
+    def made_of(self) -> str:
+        """What an order from outside is made of: it stands for the order where no index was delivered yet."""
+        return ""
 
     def digest_of(self, order: EpochOrder, samples: int) -> str:
         """``digest`` of an order at hand."""
@@ -153,6 +161,10 @@ class Distributed(Order):
         whole.set_epoch(epoch)
         return np.fromiter(whole, dtype=np.int64, count=self.length)
 
+    def made_of(self) -> str:
+        """See the base class."""
+        return f"{self.length} {self._sampler.shuffle} {self._sampler.seed}"
+
     def told(self) -> int | None:
         """See the base class."""
         return None if self._sampler.epoch == self._announced else self._sampler.epoch
@@ -180,9 +192,13 @@ class Generated(Order):
 
     def digest_saved(self, epoch: int, samples: int, seed: int, draws: SavedDraws | None) -> str:
         """See the base class."""
-        if draws is None:
+        if draws is None or not samples:
             return super().digest_saved(epoch, samples, seed, draws)
         return self.digest_of(Stored(self._own.order_of(draws)), samples)
+
+    def made_of(self) -> str:
+        """See the base class."""
+        return self._own.made_of()
 
 
 class Ordered(Order):
@@ -210,6 +226,10 @@ class Ordered(Order):
     def digest_saved(self, epoch: int, samples: int, seed: int, draws: SavedDraws | None) -> str:
         """See the base class."""
         return fingerprint_digest(self._dataset)
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def fingerprint_digest(planner: OrderedDataset | BatchPlanner) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from resumable_data.cursor import Place, Standing
-from resumable_data.dealers import Dealer
+from resumable_data.dealing import Dealer
 from resumable_data.deals import Deal
 from resumable_data.draws import SavedDraws
 from resumable_data.errors import StateError
@@ -172,25 +172,31 @@ def _check_position(
         saved.consumed_samples,
         Standing.PENDING,
         saved.delivered_ahead,
-        None if identity.dealer.comparable else _read_mark(saved, identity, trusted=trusted),
+        None if identity.dealer.comparable else _read_mark(saved, identity),
         start,
     )
-    deal = identity.dealer.deal_at(place, start, seed)
+    deal = identity.dealer.deal_at(place, start, seed, trusted=trusted)
     if not identity.dealer.comparable:
         return place, deal
-    if deal.batches is not None and saved.batch_in_epoch > deal.batches:
+    if max(start[0], saved.samples_in_epoch or 0) > (identity.dataset_size or 0) and trusted:
+        _refuse(
+            "samples_in_epoch", saved.samples_in_epoch, f"at most {identity.dataset_size}, the dataset's size"
+        )
+    if deal.batches is not None and saved.batch_in_epoch > deal.batches and not trusted:
         _refuse("batch_in_epoch", saved.batch_in_epoch, f"at most {deal.batches}, the batches of an epoch")
     samples = deal.samples_at(place.prefix)
-    if saved.samples_in_epoch != samples and not trusted:
-        _refuse("samples_in_epoch", saved.samples_in_epoch, f"{samples} after batch {place.prefix}")
-    return place._replace(samples=samples), deal
+    if saved.samples_in_epoch != samples:
+        if not trusted:
+            _refuse("samples_in_epoch", saved.samples_in_epoch, f"{samples} after batch {place.prefix}")
+        # another size under override: the position stays, and what is left from there is dealt out anew
+        place = place._replace(start=(saved.samples_in_epoch or 0, saved.batch_in_epoch))
+        deal = identity.dealer.deal_at(place, place.start, seed, trusted=True)
+    return place, deal
 
 
-def _read_mark(saved: LoaderState, identity: Identity, *, trusted: bool) -> Mark | None:
+def _read_mark(saved: LoaderState, identity: Identity) -> Mark:
     mark = decode_mark(saved.order_digest, saved.sampler)
     stateful = getattr(identity.dealer, "stateful", False)
-    if trusted:
-        return None
     if stateful != (mark.state is not None):
         raise mismatch({"sampler": ("a state" if mark.state is not None else None, "a stateful sampler")})
     return mark

@@ -289,6 +289,7 @@ class Run:
 
     def load(self, accepted: Accepted) -> None:
         """Continue from a checked state."""
+        self.notices.loading(accepted.saved)
         self._seed.value = accepted.seed
         self.dealer.restore(accepted.draws)
         self.cursor.load(accepted.place, accepted.deal, accepted.saved.skipped)

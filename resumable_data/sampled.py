@@ -57,7 +57,6 @@ class Mark(NamedTuple):
 
 
 START = Mark(b"")
-_NOTHING = object()
 
 
 class Drawn(NamedTuple):
@@ -205,7 +204,7 @@ class Reading:
                     done += 1
                     self._compare(done, digest)
                 advance(len(read))
-        if done < self._number and self._known is None:
+        if done < self._number and (self._known is None or self._known[0] != self._number):
             raise IndexError(
                 f"batch_in_epoch must be in [0, {done}], found {self._number}: past the epoch's end"
             )
@@ -256,7 +255,9 @@ class Reading:
     def _set(self, mark: Mark) -> None:
         self._sampler.load_state_dict(copy.deepcopy(mark.state))
         # some samplers make themselves ready for the next epoch as they end, others only when asked once more
-        if mark.ended and next(iter(self._sampler), _NOTHING) is not _NOTHING:
+        # what an incomplete last batch left behind is not a beginning
+        least = self._batch_size or 1 if self._drop_last else 1
+        if mark.ended and len(list(islice(iter(self._sampler), least))) == least:
             self._sampler.load_state_dict(copy.deepcopy(mark.state))
 
     def _guarded_pull(self, count: int) -> list[Any]:
@@ -275,7 +276,7 @@ class Reading:
             if self._batch_size is None:
                 keys: Any = list(islice(self._keys, 1))
                 self._ended = not keys
-                keys = keys[0] if keys else None
+                keys = _owned(keys[0]) if keys else None
             else:
                 keys = list(islice(self._keys, self._batch_size))
                 self._ended = len(keys) < self._batch_size
@@ -283,6 +284,15 @@ class Reading:
             if keys is not None:
                 read.append(keys)
         return read
+
+
+def _owned(keys: Any) -> Any:
+    """A batch of keys that stays as it is although the sampler may use its list or buffer again."""
+    if isinstance(keys, torch.Tensor):
+        return keys.clone()
+    if isinstance(keys, (list, np.ndarray)):
+        return keys.copy()
+    return list(keys) if isinstance(keys, Iterator) else keys
 
 
 def _plus(samples: int | None, keys: Any) -> int | None:

@@ -85,10 +85,14 @@ def sample_seed() -> int:
     return _user_word
 
 
+def set_user_word(word: int | None) -> None:
+    """What ``sample_seed`` answers from now on; one process fetches one sample at a time."""
+    global _user_word  # see above
+    _user_word = word
+
+
 def seed_streams(words: Words) -> None:
     """Seed python's ``random``, numpy's legacy global stream and torch's CPU stream; about 10 us."""
-    global _user_word  # one process fetches one sample at a time
-    _user_word = words.user
     random.seed(words.python)
     np.random.seed(words.numpy & _MASK32)
     # torch.manual_seed would also reseed every accelerator, at 200 times the cost
@@ -129,7 +133,7 @@ class StreamsAside:
 
     def around(self, function: Callable[[_A], _R], argument: _A) -> _R:
         """Call ``function(argument)`` with the streams aside."""
-        global _user_word  # see seed_streams; an assignment, unlike a call, gives no signal handler its moment
+        global _user_word  # see set_user_word; an assignment, unlike a call, gives no signal handler its moment
         python = random.getstate()
         # swapping the bit generator drops a cached legacy Gaussian
         legacy: Any = np.random.get_state(legacy=False) if has_cached_gaussian() else None
@@ -194,7 +198,7 @@ class StreamStates(NamedTuple):
 @contextmanager
 def streams_kept() -> Iterator[None]:
     """Let the inside draw from this process's own global streams, and take the draws back afterwards."""
-    global _user_word  # see seed_streams
+    global _user_word  # see set_user_word
     kept, word = StreamStates.now(), _user_word
     try:
         yield
@@ -238,7 +242,6 @@ class OwnStreams:
         return result
 
     def _enter(self) -> None:
-        global _user_word  # see seed_streams
         if self._left is not None:
             python, torch_state, legacy = self._left
             random.setstate(python)
@@ -249,7 +252,6 @@ class OwnStreams:
             self.states.put_back()
         else:
             seed_streams(self._words)
-            _user_word = None  # a sampler has no sample
 
 
 def epoch_words(seed: int, epoch: int) -> Words:

@@ -201,7 +201,8 @@ def _check_possible(state: LoaderState) -> None:
     """Refuse values that no run could have produced, whatever the dataset."""
     samples = state.samples_in_epoch
     builtin = state.order in ("shuffled.v1", "sequential", "distributed")
-    if builtin and (samples is None or state.dataset_size is None or samples > state.dataset_size):
+    bounded = state.order in ("shuffled.v1", "sequential")
+    if bounded and (samples is None or state.dataset_size is None or samples > state.dataset_size):
         _impossible("samples_in_epoch", samples, f"an int in [0, dataset_size = {state.dataset_size}]")
     if state.segment[1] > state.batch_in_epoch or (samples is not None and state.segment[0] > samples):
         _impossible("segment", list(state.segment), "not beyond the position")

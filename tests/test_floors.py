@@ -38,6 +38,7 @@ FLOORS: list[list[str]] = [
         "fetch",
         "engines",
         "deals",
+        "dealing",
         "dealers",
         "options",
         "resume",
