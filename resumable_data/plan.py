@@ -8,9 +8,10 @@ is a number, whatever W is, and a run may come back with another W or another ba
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The arithmetic of one epoch on one rank.
 
@@ -42,7 +43,7 @@ class Plan:
         """The plan of an epoch of which (samples, batches) were delivered under another topology."""
         return self if start == self.start else replace(self, start=start)
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Positions in a global batch: the t-th batches of all ranks together."""
         return self.num_replicas * self.batch_size
@@ -51,7 +52,7 @@ class Plan:
     def _rest(self) -> int:
         return self.length - self.start[0]
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Samples this rank delivers from ``start`` on, repeats included, before ``limit``."""
         width = self.num_replicas
@@ -64,7 +65,7 @@ class Plan:
         }[self.tail]
         return each // self.batch_size * self.batch_size if self.drop_last else each
 
-    @property
+    @cached_property
     def batches(self) -> int:
         """Batches this rank delivers in the epoch, those before ``start`` included."""
         whole = self.start[1] + -(-self.samples // self.batch_size)
@@ -80,7 +81,10 @@ class Plan:
 
     def samples_at(self, batch: int) -> int:
         """Dataset positions delivered over all ranks once each has delivered ``batch`` batches."""
-        dealt = self._rest
+        return self.start[0] + min(self._dealt, (batch - self.start[1]) * self.block)
+
+    @cached_property
+    def _dealt(self) -> int:
         if self.drop_last or self.tail == "drop":
-            dealt = min(dealt, self.samples * self.num_replicas)
-        return self.start[0] + min(dealt, (batch - self.start[1]) * self.block)
+            return min(self._rest, self.samples * self.num_replicas)
+        return self._rest

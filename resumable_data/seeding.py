@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from resumable_data.mersenne import PythonStream
 from resumable_data.splitmix import MASK64, absorb, derive, start, words_after
 
 TAG_BATCH = 0x42415443  # "BATC": before the samples of a batch
@@ -130,11 +131,12 @@ class StreamsAside:
 
     def __init__(self) -> None:
         self._private = np.random.MT19937(0)
+        self._python = PythonStream()
 
     def around(self, function: Callable[[_A], _R], argument: _A) -> _R:
         """Call ``function(argument)`` with the streams aside."""
         global _user_word  # see set_user_word; an assignment, unlike a call, gives no signal handler its moment
-        python = random.getstate()
+        python = self._python.save()
         # swapping the bit generator drops a cached legacy Gaussian
         legacy: Any = np.random.get_state(legacy=False) if has_cached_gaussian() else None
         bits = get_bit_generator()
@@ -160,9 +162,11 @@ class StreamsAside:
                         torch.default_generator.set_state(torch_state)
                     finally:
                         try:
-                            random.setstate(python)
+                            self._python.restore(python)
                         except BaseException:
-                            random.setstate(python)  # unlike the others it is Python code: raised inside it
+                            self._python.restore(
+                                python
+                            )  # unlike the others it is Python code: raised inside it
                             raise
                         finally:
                             if threads != 1:

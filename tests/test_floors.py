@@ -25,6 +25,7 @@ FLOORS: list[list[str]] = [
         "mixture",
         "encoding",
         "progress",
+        "mersenne",
         "seeding",
         "reseeders",
         "draws",
