@@ -41,6 +41,11 @@ class Deal(Protocol):
         ...
 
     @property
+    def length(self) -> int | None:
+        """Positions of the epoch's global order, repeats not counted; None where only reading tells."""
+        ...
+
+    @property
     def counted(self) -> bool:
         """Whether ``batches`` is the truth, rather than what a sampler's ``len`` says."""
         ...
@@ -83,6 +88,7 @@ class PositionDeal:
     def __init__(self, plan: Plan, look: Callable[[], EpochOrder]) -> None:
         self.plan = plan
         self.start = plan.start
+        self.length = plan.length
         self.batches = plan.batches
         self.samples_at = plan.samples_at
         self._look = look
@@ -156,6 +162,11 @@ class PlannedDeal:
         """See ``Deal``."""
         return self._plan.batches
 
+    @property
+    def length(self) -> int:
+        """See ``Deal``."""
+        return int(self._ends[-1])
+
     def samples_at(self, batch: int) -> int:
         """See ``Deal``."""
         return int(self._ends[self._plan.samples_at(batch)]) if batch else 0
@@ -196,6 +207,7 @@ class SamplerDeal:
 
     counted = False
     start = (0, 0)
+    length = None
 
     def __init__(
         self,

@@ -122,6 +122,8 @@ def check_state(
     different = differences(saved, current, [name for name in COMPARED if name in current])
     refused = {name: values for name, values in different.items() if name not in names}
     refused |= _refused_topology(saved, identity)
+    if saved.delivered_ahead:  # numbers of batches, which mean nothing in another order
+        refused |= {name: different[name] for name in ("dataset_size", "order", "seed") if name in different}
     if refused:
         raise mismatch(refused)
     if saved.stream is not None:
@@ -178,9 +180,9 @@ def _check_position(
     deal = identity.dealer.deal_at(place, start, seed, trusted=trusted)
     if not identity.dealer.comparable:
         return place, deal
-    if max(start[0], saved.samples_in_epoch or 0) > (identity.dataset_size or 0) and trusted:
+    if trusted and max(start[0], saved.samples_in_epoch or 0) > (deal.length or 0):
         _refuse(
-            "samples_in_epoch", saved.samples_in_epoch, f"at most {identity.dataset_size}, the dataset's size"
+            "samples_in_epoch", saved.samples_in_epoch, f"at most {deal.length}, the length of an epoch's order"
         )
     if deal.batches is not None and saved.batch_in_epoch > deal.batches and not trusted:
         _refuse("batch_in_epoch", saved.batch_in_epoch, f"at most {deal.batches}, the batches of an epoch")

@@ -9,7 +9,7 @@ import torch
 from support_law import Plain
 from torch.utils.data import RandomSampler
 
-from resumable_data import StateError
+from resumable_data import ResumableLoader, StateError
 from resumable_data.draws import GeneratorDraws
 from resumable_data.seeding import draw_base_seed
 
@@ -184,3 +184,23 @@ def test_what_is_not_a_capture_is_refused(text):
     with pytest.raises(StateError, match=r"state.'generator'"):
         draws.check(text)
     assert state(g) == before
+
+
+def test_an_override_reaches_positions_beyond_the_dataset_in_a_longer_order():
+    def loader(seed):
+        generator = torch.Generator().manual_seed(seed)
+        sampler = RandomSampler(range(10), replacement=True, num_samples=45, generator=generator)
+        return ResumableLoader(range(10), 5, sampler=sampler, seed=3, collate_fn=list)
+
+    before, whole = loader(1), list(loader(2))
+    live = iter(before)
+    [next(live) for _ in range(6)]
+    state = before.state_dict()
+    state["generator"] = loader(2).state_dict()["generator"]
+    other = loader(2)
+    other.load_state_dict(state, override={"order_digest"})
+    assert (other.batch_in_epoch, other.samples_in_epoch) == (6, 30)
+    assert list(other) == whole[6:]
+    state["samples_in_epoch"] = 46
+    with pytest.raises(StateError, match="at most 45"):
+        loader(2).load_state_dict(state, override={"order_digest"})

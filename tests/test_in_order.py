@@ -147,6 +147,27 @@ def test_another_topology_is_refused_while_there_are_gaps():
     assert len(list(other)) == N // 3
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("dataset_size", lambda: ResumableLoader(First(N - 2), 2, seed=5)),
+        ("seed", lambda: ResumableLoader(First(N), 2, seed=6)),
+        ("order", lambda: ResumableLoader(First(N), 2, seed=5, shuffle=True)),
+    ],
+)
+def test_another_order_is_refused_while_there_are_gaps_also_by_name(name, other):
+    # the numbers of the batches beyond the gap would stand for other samples
+    live = iter(loader := make("sequential", data=First))
+    next(live)
+    state = saved(loader)
+    assert state["delivered_ahead"]
+    with pytest.raises(StateMismatchError) as caught:
+        other().load_state_dict(state, override={name})
+    assert list(caught.value.fields) == [name]
+    list(live)
+    other().load_state_dict(saved(loader), override={name})
+
+
 def test_peek_cannot_know_what_comes_next():
     with pytest.raises(ValueError, match="in_order=False"):
         make().peek()
