@@ -11,6 +11,8 @@ and 90 % of the epoch are loaded into a new loader each time. The peers do the s
   (which is used where it is installed);
 * Grain, where it is installed: its DataLoader's own state.
 
+Grain reads ahead: what it fetched beyond the first batch counts as fetched in vain here, though it will be used.
+
 A peer that would take longer than a few seconds at some n is left out there, and its time at the largest n at
 which it was measured says why. A log of every ``__getitem__`` says whose samples were fetched in vain.
 
@@ -221,18 +223,25 @@ def largest(name: str, workers: int) -> int:
 
 
 def cases_of(n: int, workers: int, percent: int, slow: bool) -> dict[str, Callable[[], Mapping[str, float]]]:
-    """The cases at one place: those of milliseconds, or the slow ones."""
-    dataset = Virtual(n)
-    found: dict[str, Callable[[], Iterator[Any]]] = {}
+    """The cases at one place: those of milliseconds, or the slow ones.
+
+    Each has a dataset of its own: the threads of a peer may go on asking after their turn.
+    """
+    found: dict[str, Callable[[], Mapping[str, float]]] = {}
+
+    def add(name: str, make: Callable[[Virtual], Callable[[], Iterator[Any]]]) -> None:
+        dataset = Virtual(n)
+        found[name] = partial(first_batch, make(dataset), dataset)
+
     if not slow:
         for name, shuffle in ORDERS.items():
-            found[name] = ours(dataset, shuffle, workers, percent)
+            add(name, partial(ours, shuffle=shuffle, workers=workers, percent=percent))
         # DataLoader without shuffling draws no order: what is left is its start
-        found[START] = lambda: iter(DataLoader(dataset, BATCH, num_workers=workers))
-    for name, make in peers().items():
+        add(START, lambda dataset: lambda: iter(DataLoader(dataset, BATCH, num_workers=workers)))
+    for name, peer in peers().items():
         if (n >= SLOW) is slow and n <= largest(name, workers) and not (slow and percent != 90):
-            found[name] = make(dataset, workers, percent)
-    return {name: partial(first_batch, build, dataset) for name, build in found.items()}
+            add(name, lambda dataset, peer=peer: peer(dataset, workers, percent))
+    return found
 
 
 def check_stateful_state() -> None:
