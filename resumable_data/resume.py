@@ -182,7 +182,9 @@ def _check_position(
         return place, deal
     if trusted and max(start[0], saved.samples_in_epoch or 0) > (deal.length or 0):
         _refuse(
-            "samples_in_epoch", saved.samples_in_epoch, f"at most {deal.length}, the length of an epoch's order"
+            "samples_in_epoch",
+            saved.samples_in_epoch,
+            f"at most {deal.length}, the length of an epoch's order",
         )
     if deal.batches is not None and saved.batch_in_epoch > deal.batches and not trusted:
         _refuse("batch_in_epoch", saved.batch_in_epoch, f"at most {deal.batches}, the batches of an epoch")
