@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from resumable_data.checkpoint.fsops import FS, FsOps
 from resumable_data.checkpoint.saveable import prepare
 from resumable_data.checkpoint.temps import is_dead, shortened, temp_name
 from resumable_data.errors import CheckpointWriteError
@@ -32,49 +33,6 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # what file systems without direct
 _warned_directories: set[str] = set()
 
 
-class FsOps:
-    """The system calls of a save, one method each; tests inject one that fails at a chosen call."""
-
-    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        """A file descriptor; the mode is subject to the umask."""
-        return os.open(path, flags, mode)
-
-    def write(self, fd: int, data: memoryview) -> int:
-        """Bytes written, possibly fewer than given."""
-        return os.write(fd, data)
-
-    def fsync(self, fd: int) -> None:
-        """Force a file's bytes to the disk; after a failure the file must be given up, not synced again."""
-        os.fsync(fd)
-
-    def close(self, fd: int) -> None:
-        """Give a descriptor back; network file systems report late write errors here."""
-        os.close(fd)
-
-    def rename(self, source: str, target: str) -> None:
-        """Move a file within its directory, replacing the target in one step."""
-        Path(source).replace(target)
-
-    def unlink(self, path: str) -> None:
-        """Remove a file."""
-        Path(path).unlink()
-
-    def listdir(self, path: str) -> list[str]:
-        """Names in a directory, in no order."""
-        return [entry.name for entry in Path(path).iterdir()]
-
-    def dirsync(self, path: str) -> None:
-        """Force a directory's entries, hence the renames in it, to the disk."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-FS = FsOps()
-
-
 class Sink:
     """A file that `torch.save` writes to: counts, hashes, completes short writes and never raises.
 
@@ -82,8 +40,9 @@ class Sink:
     the bytes after it are counted but not written, and `close` raises it.
     """
 
-    def __init__(self, ops: FsOps, fd: int) -> None:
+    def __init__(self, ops: FsOps, fd: int, *, durable: bool = True) -> None:
         self.size = 0
+        self._durable = durable
         self.error: BaseException | None = None
         self._ops, self._fd = ops, fd
         self._hash = hashlib.sha256()
@@ -109,11 +68,12 @@ class Sink:
         """Nothing: `close` drains the buffer and syncs; torch.save calls this at its end."""
 
     def finish(self) -> str:
-        """Drain and fsync; the sha256 of all bytes, in hex. Raises what `write` met."""
+        """Drain and, where durable, fsync; the sha256 of all bytes, in hex. Raises what `write` met."""
         if self.error is not None:
             raise self.error
         self._drain()
-        self._ops.fsync(self._fd)
+        if self._durable:
+            self._ops.fsync(self._fd)
         return self._hash.hexdigest()
 
     def _drain(self) -> None:
@@ -156,16 +116,19 @@ class Commit:
     Args:
         directory: Where temps and targets are; must exist.
         ops: The system calls.
+        durable: False leaves out every fsync, of files and of directories.
 
     Raises:
         CheckpointWriteError: For every OSError inside the block, with its errno, the path, and the bytes
             that the save needs and the file system has left.
     """
 
-    def __init__(self, directory: Path, ops: FsOps) -> None:
+    def __init__(self, directory: Path, ops: FsOps, *, durable: bool = True) -> None:
         self.directory = directory
         self._ops = ops
+        self._durable = durable
         self._temps: set[Path] = set()
+        self._directories: set[Path] = set()
         self._needed = 0
 
     def __enter__(self) -> Commit:
@@ -178,15 +141,25 @@ class Commit:
             # one that cannot be removed is swept by the next save; the first error is the one to report
             with contextlib.suppress(OSError):
                 self._ops.unlink(str(temp))
+        for place in self._directories:
+            with contextlib.suppress(OSError):
+                self._ops.rmdir(str(place))
         if isinstance(error, OSError) and not isinstance(error, CheckpointWriteError):
             raise write_error(error, self.directory, needed=self._needed or None) from error
 
-    def write(self, name: str, produce: Callable[[Sink], None]) -> Written:
-        """Write a temp for the file `name`, sync and close it."""
-        temp = self.directory / temp_name(name)
+    def temp_directory(self, name: str) -> Path:
+        """A new directory under a temp's name, for files that get their place together."""
+        place = self.directory / temp_name(name)
+        self._directories.add(place)  # before it is made, so that no interrupt in between leaves it
+        self._ops.mkdir(str(place))
+        return place
+
+    def write(self, name: str, produce: Callable[[Sink], None], *, inside: Path | None = None) -> Written:
+        """Write a temp for the file `name`, sync and close it; under its own name `inside` a temp directory."""
+        temp = self.directory / temp_name(name) if inside is None else inside / name
         self._temps.add(temp)  # before it is made, so that no interrupt in between leaves it
         fd = self._ops.open(str(temp), _CREATE, 0o666)
-        sink = Sink(self._ops, fd)
+        sink = Sink(self._ops, fd, durable=self._durable)
         try:
             try:
                 produce(sink)
@@ -207,9 +180,23 @@ class Commit:
         self._temps.discard(written.temp)
         return target
 
+    def rename_directory(self, temp: Path, name: str) -> Path:
+        """Give a temp directory and all in it their place; visible at once, durable after `sync`."""
+        target = self.directory / name
+        self._ops.rename(str(temp), str(target))
+        self._directories.discard(temp)
+        self._temps = {path for path in self._temps if path.parent != temp}
+        return target
+
+    def sync_inside(self, temp: Path) -> None:
+        """Make the entries of a temp directory durable."""
+        if self._durable:
+            sync_directory(temp, self._ops)
+
     def sync(self) -> None:
         """Make the renames so far durable."""
-        sync_directory(self.directory, self._ops)
+        if self._durable:
+            sync_directory(self.directory, self._ops)
 
 
 def sync_directory(directory: Path, ops: FsOps) -> None:
@@ -258,8 +245,19 @@ def named_errors(directory: Path) -> Iterator[None]:
         raise write_error(error, directory) from error
 
 
-def sweep(directory: Path, ops: FsOps, *, ours: Callable[[str], bool], alone: bool) -> None:
-    """Remove temps that writers killed in mid-save have left.
+def _no_member(_: str) -> bool:
+    return False
+
+
+def sweep(
+    directory: Path,
+    ops: FsOps,
+    *,
+    ours: Callable[[str], bool],
+    alone: bool,
+    is_member: Callable[[str], bool] = _no_member,
+) -> None:
+    """Remove temps that writers killed in mid-save have left, files and directories.
 
     Args:
         directory: Where to look.
@@ -267,11 +265,23 @@ def sweep(directory: Path, ops: FsOps, *, ours: Callable[[str], bool], alone: bo
         ours: Whether a target's name is the caller's business; other temps are left alone.
         alone: The caller holds the lock under which all such temps are written, so that those of other
             processes are known to be dead even where they ran on other hosts.
+        is_member: Whether a writer puts files of this name into a temp directory; one that holds others stays.
     """
     for name in ops.listdir(str(directory)):
         if is_dead(name, ours=ours, alone=alone):
             with contextlib.suppress(FileNotFoundError):  # swept by another process meanwhile
-                ops.unlink(str(directory / name))
+                _sweep_one(directory / name, ops, is_member)
+
+
+def _sweep_one(temp: Path, ops: FsOps, is_member: Callable[[str], bool]) -> None:
+    if temp.is_symlink() or not temp.is_dir():
+        ops.unlink(str(temp))
+        return
+    names = ops.listdir(str(temp))
+    for name in filter(is_member, names):
+        ops.unlink(str(temp / name))
+    if all(map(is_member, names)):
+        ops.rmdir(str(temp))
 
 
 def make_directory(directory: Path, ops: FsOps) -> None:
@@ -283,7 +293,8 @@ def make_directory(directory: Path, ops: FsOps) -> None:
             missing.append(place)
             place = place.parent
         for place in reversed(missing):
-            place.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # made by another process meanwhile
+                ops.mkdir(str(place))
             sync_directory(place.parent, ops)
         if not directory.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))

@@ -18,7 +18,8 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from resumable_data.checkpoint.atomic import FsOps, write_error
+from resumable_data.checkpoint.atomic import write_error
+from resumable_data.checkpoint.fsops import FsOps
 from resumable_data.errors import CheckpointWriteError
 
 LOCK_NAME = ".writer.lock"

@@ -8,16 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from resumable_data.checkpoint import gate, layout
-from resumable_data.checkpoint.atomic import Commit, FsOps, Sink, sweep, sync_directory, torch_save
+from resumable_data.checkpoint import committing, gate, layout
+from resumable_data.checkpoint.atomic import sweep, sync_directory
+from resumable_data.checkpoint.committing import Form
+from resumable_data.checkpoint.fsops import FsOps
 from resumable_data.errors import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointLimitError,
     CheckpointNotFoundError,
     CheckpointSecurityError,
@@ -29,7 +31,7 @@ _RESCANS = 20  # a writer may prune what a reader has just listed, but not for e
 
 
 class Skipped(NamedTuple):
-    """A checkpoint that was passed over: its data file and why."""
+    """A checkpoint that was passed over: its data file or directory, and why."""
 
     path: Path
     reason: str
@@ -37,17 +39,28 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A data file in the directory, with its index, or with what is wrong with that."""
+    """A checkpoint in the directory.
+
+    Attributes:
+        step: As its name says.
+        generation: Likewise.
+        sharded: Whether it is a directory.
+        index: What its index says; None where that cannot be used.
+        problem: Then, why.
+        marked: Why `mark_bad` was called for it; None where it was not.
+    """
 
     step: int
     generation: int
+    sharded: bool
     index: layout.Index | None
     problem: str = ""
+    marked: str | None = None
 
     @property
     def name(self) -> str:
-        """The data file's name."""
-        return layout.file_name(self.step, self.generation)
+        """The name of its data file or directory."""
+        return layout.checkpoint_name(self.step, self.generation, sharded=self.sharded)
 
 
 @dataclass(frozen=True)
@@ -56,21 +69,24 @@ class Loaded:
 
     index: layout.Index
     payload: Any
-    seen: gate.Fingerprint
-    skipped: tuple[Skipped, ...]
+    seen: gate.Fingerprints
+    skipped: tuple[Skipped, ...] = ()
 
 
 class Store:
-    """The files of one directory; the caller holds the writer's lock around `commit`, `sweep` and `delete`.
+    """The files of one directory; the caller holds the writer's lock around every method that writes.
 
     Args:
         directory: May not exist yet; readers never create it.
         ops: The system calls of writing.
+        form: How checkpoints are written. Its key is asked for when reading, too; what is on the disk, and
+            not the number of shards, decides how it is read.
     """
 
-    def __init__(self, directory: Path, ops: FsOps) -> None:
+    def __init__(self, directory: Path, ops: FsOps, form: Form | None = None) -> None:
         self.directory = directory
         self.ops = ops
+        self.form = form or Form()
 
     def names(self) -> list[str]:
         """All names in the directory, [] where there is none."""
@@ -80,12 +96,23 @@ class Store:
             return []
 
     def generations(self, step: int, names: list[str]) -> list[int]:
-        """Generations of a step that have a data file or an index."""
+        """Generations of a step that have a file of any kind, or a directory."""
         parsed = [found for name in names if (found := layout.parse_name(name)) is not None]
         return sorted({generation for number, generation, _ in parsed if number == step})
 
+    def committed(self, step: int) -> str | None:
+        """The name of a step's newest generation that has both data and index; not verified."""
+        names = set(self.names())
+        for generation in reversed(self.generations(step, list(names))):
+            stem = layout.file_name(step, generation, "dir")
+            if (self.directory / stem / layout.INDEX).is_file():
+                return stem
+            if {f"{stem}.pt", f"{stem}.json"} <= names:
+                return f"{stem}.pt"
+        return None
+
     def entries(self) -> list[Entry]:
-        """Every data file: those with an unreadable index first, then the newest first.
+        """Every checkpoint: those with an unusable index first, then the newest first.
 
         Raises:
             CheckpointMismatchError: An intact index of a newer schema.
@@ -96,11 +123,42 @@ class Store:
                 if fd is None:
                     return []
                 parsed = [layout.parse_name(name) for name in self.names()]
-                data = [found for found in parsed if found is not None and found[2] == "pt"]
-                entries = [_entry(fd, step, generation) for step, generation, _ in data]
+                data = [found for found in parsed if found is not None and found[2] in ("pt", "dir")]
+                entries = [self._entry(fd, step, number, kind == "dir") for step, number, kind in data]
             if None not in entries:  # else one was deleted meanwhile, perhaps after a newer one was written
-                return sorted(filter(None, entries), key=_order, reverse=True)
+                return sorted((e for e in entries if isinstance(e, Entry)), key=_order, reverse=True)
         raise self._vanishing()
+
+    def _entry(self, directory: int, step: int, generation: int, sharded: bool) -> Entry | str | None:
+        """The checkpoint of that name; None where it is gone, its name where it is none."""
+        entry = Entry(step, generation, sharded, None)
+        with contextlib.suppress(CheckpointNotFoundError):
+            entry = replace(entry, marked=gate.read_mark(directory, step, generation))
+        try:
+            index = gate.read_index(directory, step, generation, sharded=sharded, hmac_key=self.form.hmac_key)
+            return replace(entry, index=index)
+        except CheckpointNotFoundError:
+            members = gate.members(directory, entry.name, sharded=sharded)
+            if members is None:  # pruned since it was listed
+                return None
+            if not members:
+                return entry.name
+            own = layout.INDEX if sharded else layout.file_name(step, generation, "json")
+            return replace(entry, problem=f"its index {own} is missing")
+        except _DAMAGE as error:
+            return replace(entry, problem=str(error))
+
+    def largest_ordinal(self) -> int:
+        """Of the runs in the directory, those signed with another key included; 0 where there is none."""
+        ordinals = [0]
+        with self._opened() as fd:
+            for entry in self.entries() if fd is not None else ():
+                index = entry.index
+                if index is None and fd is not None:
+                    with contextlib.suppress(CheckpointError):  # an index that says nothing
+                        index = gate.read_index(fd, entry.step, entry.generation, sharded=entry.sharded)
+                ordinals.append(0 if index is None else index.run_ordinal)
+        return max(ordinals)
 
     def _vanishing(self) -> CheckpointNotFoundError:
         return CheckpointNotFoundError(
@@ -123,8 +181,8 @@ class Store:
                     for skip, _error in skipped:
                         _log.warning("checkpoint %s skipped: %s", skip.path, skip.reason)
                     reasons = tuple(skip for skip, _error in skipped)
-                    return Loaded(loaded.index, loaded.payload, loaded.seen, reasons)
-                vanished |= self.fingerprint(entry.name) is None
+                    return replace(loaded, skipped=reasons)
+                vanished |= not self._is_there(entry.name)
                 if vanished:
                     break  # its deletion may have followed a newer commit
             if vanished:
@@ -136,25 +194,46 @@ class Store:
 
     def _try(self, entry: Entry, skipped: list[tuple[Skipped, Exception | None]]) -> Loaded | None:
         path = self.directory / entry.name
-        if entry.index is None:
-            skipped.append((Skipped(path, entry.problem), None))
+        if entry.marked is not None:
+            skipped.append((Skipped(path, f"marked as bad: {entry.marked}"), None))
             return None
         try:
-            with self._opened() as fd:
-                if fd is None:
-                    return None
-                payload, seen = gate.load_verified(fd, entry.index)
+            return self.load(entry)
         except CheckpointNotFoundError:
             return None  # pruned since it was listed
         except _DAMAGE as error:
             skipped.append((Skipped(path, str(error)), error))
             return None
+
+    def load(self, entry: Entry) -> Loaded:
+        """One checkpoint through the gate, marked or not.
+
+        Raises:
+            CheckpointNotFoundError: A file of it is not there.
+            CheckpointCorruptError, CheckpointSecurityError, CheckpointLimitError: It does not pass.
+        """
+        if entry.index is None:
+            raise CheckpointCorruptError(entry.problem)
+        with self._opened() as fd:
+            if fd is None:
+                raise CheckpointNotFoundError(f"{self.directory}: no such directory")
+            payload, seen = gate.load_verified(fd, entry.index)
         step = payload.get("state", {}).get("step") if isinstance(payload, dict) else None
         if step != entry.step:
-            reason = f"{entry.name}: holds step {step!r}, its index says {entry.step}"
-            skipped.append((Skipped(path, reason), None))
-            return None
-        return Loaded(entry.index, payload, seen, ())
+            raise CheckpointCorruptError(
+                f"{entry.name}: holds step {step!r}, its index says {entry.step}",
+                expected=entry.step,
+                found=step,
+            )
+        return Loaded(entry.index, payload, seen)
+
+    def check(self, entry: Entry) -> str | None:
+        """Verify a checkpoint in full, by reading it; what is wrong with it, None where nothing is."""
+        try:
+            self.load(entry)
+        except (CheckpointNotFoundError, *_DAMAGE) as error:
+            return str(error)
+        return None
 
     def _none_good(self, skipped: list[tuple[Skipped, Exception | None]]) -> Exception:
         unsafe = all(isinstance(error, CheckpointSecurityError) for _, error in skipped)
@@ -180,113 +259,83 @@ class Store:
         finally:
             os.close(fd)
 
-    def fingerprint(self, name: str) -> gate.Fingerprint | None:
-        """Of a file as it is now, None where there is no such file."""
+    def _is_there(self, name: str) -> bool:
+        return os.path.lexists(self.directory / name)
+
+    def seen(self, entry: Entry) -> gate.Fingerprints | None:
+        """Of a checkpoint's data files as they are now; None where one is missing or the index is unusable."""
+        if entry.index is None:
+            return None
+        home = self.directory / entry.name if entry.sharded else self.directory
         try:
-            return gate.fingerprint((self.directory / name).lstat())
-        except FileNotFoundError:
+            return tuple(gate.fingerprint((home / file.name).lstat()) for file in entry.index.files)
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────
 
-    def commit(
-        self, payload: Any, make_index: Callable[[layout.FileEntry], layout.Index], name: str
-    ) -> layout.Index:
-        """Write data and index, and rename them into place; returns once both survive a power cut.
-
-        Args:
-            payload: What `torch.save` writes.
-            make_index: The index for the data file's entry.
-            name: The data file's name, not in the directory yet.
-
-        Returns:
-            The index that was written.
+    def commit(self, payload: Any, stamp: layout.Stamp) -> Entry:
+        """Write a checkpoint and rename it into place; see `committing.commit`.
 
         Raises:
             CheckpointWriteError: Nothing was committed.
         """
-        placed: list[Path] = []
-        with Commit(self.directory, self.ops) as commit:
-            try:
-                data = commit.write(name, lambda sink: torch_save(payload, sink))
-                index = make_index(layout.FileEntry(name, data.size, data.sha256))
-                content = layout.index_bytes(index)
-                index_name = layout.file_name(index.step, index.generation, "json")
-                written = commit.write(index_name, lambda sink: _put(content, sink))
-                # the index first: alone it counts as nothing, so the data's rename is the commit point
-                placed.append(self.directory / index_name)
-                commit.rename(written)
-                commit.sync()
-                placed.append(self.directory / name)
-                commit.rename(data)
-                commit.sync()
-            except BaseException:
-                self._take_back(placed)
-                raise
-        return index
-
-    def _take_back(self, placed: list[Path]) -> None:
-        """Remove what a failed save has already renamed, the data before its index."""
-        for path in reversed(placed):
-            # what cannot be removed is whole: a data file with its index is a checkpoint, a lone index none
-            with contextlib.suppress(OSError):
-                self.ops.unlink(str(path))
+        index = committing.commit(self.directory, self.ops, self.form, payload, stamp)
+        return Entry(index.step, index.generation, index.layout == "sharded", index)
 
     def point_to(self, index: layout.Index) -> None:
         """Write latest.json, a hint for people and scripts; nothing here depends on it."""
         content = layout.canonical(
             {
-                "file": layout.file_name(index.step, index.generation),
+                "file": index.name,
                 "generation": index.generation,
                 "run": {"id": index.run_id, "ordinal": index.run_ordinal},
                 "step": index.step,
             }
         )
-        with Commit(self.directory, self.ops) as commit:
-            commit.rename(commit.write(layout.LATEST, lambda sink: _put(content, sink)))
-            commit.sync()
+        committing.write_file(self.directory, self.ops, self.form, layout.LATEST, content)
+
+    def mark_bad(self, entry: Entry, reason: str) -> None:
+        """Mark a checkpoint: it stays on the disk, and is never chosen again."""
+        name = layout.file_name(entry.step, entry.generation, "bad.json")
+        content = layout.bad_bytes(entry.step, entry.generation, reason)
+        committing.write_file(self.directory, self.ops, self.form, name, content)
 
     def sweep(self) -> None:
-        """Remove what killed writers have left: temps, tombstones, and indexes without data."""
-        sweep(self.directory, self.ops, ours=layout.is_ours, alone=True)
+        """Remove what killed writers have left: temps, tombstones, indexes and marks without data."""
+        sweep(self.directory, self.ops, ours=layout.is_ours, alone=True, is_member=layout.is_member)
         names = set(self.names())
         for name in names:
-            parsed = layout.parse_name(name)
-            lone = parsed is not None and parsed[2] == "json" and f"{name[:-5]}.pt" not in names
-            if lone or layout.is_tombstone(name):
+            if layout.entombed(name) is not None:
+                committing.bury(self.directory, self.ops, name)
+            elif self._is_lone(name, names):
                 self.ops.unlink(str(self.directory / name))
 
+    def _is_lone(self, name: str, names: set[str]) -> bool:
+        parsed = layout.parse_name(name)
+        if parsed is None or parsed[2] not in ("json", "bad.json"):
+            return False
+        step, generation, kind = parsed
+        owners = {layout.file_name(step, generation)}
+        if kind == "bad.json":
+            owners.add(layout.file_name(step, generation, "dir"))
+        return not owners & names
+
     def delete(self, entry: Entry) -> None:
-        """Delete a checkpoint: its data is renamed away first, so that it is whole or gone at any moment."""
-        grave = layout.tombstone_name(entry.name, secrets.token_hex(6))
-        self.ops.rename(str(self.directory / entry.name), str(self.directory / grave))
-        self.ops.unlink(str(self.directory / grave))
-        with contextlib.suppress(FileNotFoundError):  # a damaged checkpoint may have none
-            self.ops.unlink(str(self.directory / layout.file_name(entry.step, entry.generation, "json")))
+        """Delete a checkpoint, its data first; its mark goes last, so that it never looks good again."""
+        committing.remove(self.directory, self.ops, entry.name)
+        kinds = ("bad.json",) if entry.sharded else ("json", "bad.json")
+        for kind in kinds:
+            path = self.directory / layout.file_name(entry.step, entry.generation, kind)
+            with contextlib.suppress(FileNotFoundError):  # a damaged checkpoint may have none, most no mark
+                self.ops.unlink(str(path))
 
     def sync(self) -> None:
         """Make deletions durable."""
-        sync_directory(self.directory, self.ops)
+        if self.form.durable:
+            sync_directory(self.directory, self.ops)
 
 
 def _order(entry: Entry) -> tuple[bool, tuple[int, int, int]]:
-    unreadable = entry.index is None
-    return unreadable, (0, entry.step, entry.generation) if entry.index is None else entry.index.order
-
-
-def _entry(directory: int, step: int, generation: int) -> Entry | None:
-    try:
-        return Entry(step, generation, gate.read_index(directory, step, generation))
-    except CheckpointNotFoundError:
-        try:  # pruned since it was listed, or damaged?
-            os.stat(layout.file_name(step, generation), dir_fd=directory, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-        name = layout.file_name(step, generation, "json")
-        return Entry(step, generation, None, f"its index {name} is missing")
-    except _DAMAGE as error:
-        return Entry(step, generation, None, str(error))
-
-
-def _put(content: bytes, sink: Sink) -> None:
-    sink.write(content)
+    unusable = entry.index is None
+    return unusable, (0, entry.step, entry.generation) if entry.index is None else entry.index.order

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from resumable_data.checkpoint.atomic import FsOps
+from resumable_data.checkpoint.fsops import FsOps
 from resumable_data.checkpoint.manager import CheckpointManager
 from resumable_data.demo import train
 from resumable_data.demo.kills import Kill, in_window

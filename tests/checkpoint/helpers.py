@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from resumable_data.checkpoint.atomic import FsOps
+from resumable_data.checkpoint.fsops import FsOps
 from resumable_data.errors import StateMismatchError
 
 

@@ -10,7 +10,7 @@ import torch
 from checkpoint.helpers import debris, names
 from resumable_data.checkpoint import CheckpointManager, gate
 from resumable_data.checkpoint import manager as manager_module
-from resumable_data.checkpoint.atomic import FsOps
+from resumable_data.checkpoint.fsops import FsOps
 from resumable_data.checkpoint.lock import LOCK_NAME
 from resumable_data.errors import CheckpointWriteError
 

@@ -22,7 +22,7 @@ SAVER = """
 import os, signal, sys
 import torch
 from resumable_data.checkpoint import CheckpointManager
-from resumable_data.checkpoint.atomic import FsOps
+from resumable_data.checkpoint.fsops import FsOps
 
 class Deadly(FsOps):
     left = int(sys.argv[4]) if len(sys.argv) > 3 else -1

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from resumable_data.checkpoint import CheckpointManager
-from resumable_data.checkpoint.atomic import FsOps
+from resumable_data.checkpoint.fsops import FsOps
 from resumable_data.loader import ResumableLoader
 from resumable_data.rng import capture_rng_state, restore_rng_state
 

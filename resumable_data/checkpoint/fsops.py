@@ -1,0 +1,57 @@
+"""The system calls of writing checkpoints, behind one object that tests can replace."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class FsOps:
+    """The system calls of a save, one method each; tests inject one that fails at a chosen call."""
+
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+        """A file descriptor; the mode is subject to the umask."""
+        return os.open(path, flags, mode)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """Bytes written, possibly fewer than given."""
+        return os.write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        """Force a file's bytes to the disk; after a failure the file must be given up, not synced again."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Give a descriptor back; network file systems report late write errors here."""
+        os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file within its directory, replacing the target in one step; or a directory to a free name."""
+        Path(source).replace(target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a file."""
+        Path(path).unlink()
+
+    def mkdir(self, path: str) -> None:
+        """Make a directory; its mode is subject to the umask."""
+        Path(path).mkdir()
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        Path(path).rmdir()
+
+    def listdir(self, path: str) -> list[str]:
+        """Names in a directory, in no order."""
+        return [entry.name for entry in Path(path).iterdir()]
+
+    def dirsync(self, path: str) -> None:
+        """Force a directory's entries, hence the renames in it, to the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+FS = FsOps()
