@@ -254,6 +254,7 @@ def parse_index(
     expected = (step, generation, "sharded" if sharded else "single")
     if place != expected:
         _corrupt(name, "step, generation and layout", place, f"{expected}, as its place says")
+    _check_files(index, name)
     return index
 
 
@@ -314,9 +315,7 @@ def _to_index(content: dict[str, Any], name: str) -> Index:
     if type(entries) is not list or not 1 <= len(entries) <= MAX_SHARDS + 1:
         _corrupt(name, "files", entries, f"a list of 1 to {MAX_SHARDS + 1} files")
     files = tuple(_file(entry, f"files[{i}]", name) for i, entry in enumerate(entries))
-    index = Index(run["id"], ordinal, step, generation, metrics, files, layout, durability)
-    _check_files(index, name)
-    return index
+    return Index(run["id"], ordinal, step, generation, metrics, files, layout, durability)
 
 
 def _file(entry: Any, key: str, name: str) -> FileEntry:

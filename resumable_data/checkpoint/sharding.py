@@ -72,6 +72,8 @@ def join(values: Mapping[str, Any], name: str) -> dict[str, Any]:
         content = values[shard_name(number)]
         if type(content) is not dict or any(type(item) not in _TENSORS for item in content.values()):
             raise _odd(name, f"{shard_name(number)} is not a dict of tensors")
+        if not found.keys().isdisjoint(content):
+            raise _odd(name, f"{shard_name(number)} holds a key that an earlier shard holds too")
         found.update(dict.fromkeys(content, number))
         joined.update(content)
     if found != numbers or any(type(number) is not int for number in numbers.values()):

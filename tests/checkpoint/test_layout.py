@@ -1,5 +1,7 @@
 import hashlib
+import hmac
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,12 +31,16 @@ GOLDEN = (
 )
 
 
+def read(data, *, sharded=False, hmac_key=None):
+    return layout.parse_index(data, NAME, step=42, generation=1, sharded=sharded, hmac_key=hmac_key)
+
+
 def test_the_index_has_these_bytes():
     without = GOLDEN.replace(b'"index_sha256":"DIGEST",', b"")
     assert layout.index_bytes(INDEX) == GOLDEN.replace(
         b"DIGEST", hashlib.sha256(without).hexdigest().encode()
     )
-    assert layout.parse_index(layout.index_bytes(INDEX), NAME) == INDEX
+    assert read(layout.index_bytes(INDEX)) == INDEX
 
 
 def test_every_flipped_bit_and_every_cut_is_seen():
@@ -44,9 +50,9 @@ def test_every_flipped_bit_and_every_cut_is_seen():
             bad = bytearray(data)
             bad[place] ^= 1 << bit
             with pytest.raises(CheckpointCorruptError):
-                layout.parse_index(bytes(bad), NAME)
+                read(bytes(bad))
         with pytest.raises(CheckpointCorruptError):
-            layout.parse_index(data[:place], NAME)
+            read(data[:place])
 
 
 def sealed(**changes):
@@ -79,7 +85,12 @@ ENTRY = {"name": "step_000000000042.g1.pt", "size": 1, "sha256": "ab" * 32}
         {"files": [ENTRY | {"size": 1.0}]},
         {"files": [ENTRY | {"size": -1}]},
         {"files": [ENTRY | {"more": 1}]},
-        {"layout": "sharded"},
+        {"files": [ENTRY | {"name": 3}]},
+        {"files": "step_000000000042.g1.pt"},
+        {"files": [ENTRY] * 2000},
+        {"hmac_sha256": "x"},
+        {"layout": "folded"},
+        {"layout": ["single"]},
         {"durability": "none"},
         {"schema": "other"},
         {"schema": 1},
@@ -89,22 +100,22 @@ ENTRY = {"name": "step_000000000042.g1.pt", "size": 1, "sha256": "ab" * 32}
 )
 def test_a_resealed_index_of_wrong_content_is_corrupt(changes):
     with pytest.raises(CheckpointCorruptError):
-        layout.parse_index(sealed(**changes), NAME)
-    assert layout.parse_index(sealed(), NAME) == INDEX
+        read(sealed(**changes))
+    assert read(sealed()) == INDEX
 
 
 @pytest.mark.parametrize(
     "name",
-    ["../x.pt", "/etc/passwd", "", ".", "step_000000000042.pt", "step_000000000042.g1.pt\n", "STEP.pt", 3],
+    ["../x.pt", "/etc/passwd", "", ".", "step_000000000042.pt", "step_000000000042.g1.pt\n", "STEP.pt"],
 )
 def test_a_resealed_index_naming_another_file_is_refused_as_unsafe(name):
     with pytest.raises(CheckpointSecurityError, match="names the file"):
-        layout.parse_index(sealed(files=[ENTRY | {"name": name}]), NAME)
+        read(sealed(files=[ENTRY | {"name": name}]))
 
 
 def test_a_newer_schema_is_a_mismatch():
     with pytest.raises(CheckpointMismatchError, match=r"index\.v2.*newer"):
-        layout.parse_index(sealed(schema="resumable_data.index.v2"), NAME)
+        read(sealed(schema="resumable_data.index.v2"))
 
 
 @pytest.mark.parametrize(
@@ -126,22 +137,23 @@ def test_a_newer_schema_is_a_mismatch():
 )
 def test_what_is_no_index_is_corrupt(data):
     with pytest.raises(CheckpointCorruptError):
-        layout.parse_index(data, NAME)
+        read(data)
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_do_anything_else(data):
     with pytest.raises(CheckpointCorruptError):
-        layout.parse_index(data, NAME)
+        read(data)
 
 
 @given(st.integers(0, layout.MAX_STEP), st.integers(0, 999_999))
 def test_names_come_back(step, generation):
-    for kind in ("pt", "json"):
+    for kind in ("pt", "json", "bad.json", "dir"):
         name = layout.file_name(step, generation, kind)
         assert layout.parse_name(name) == (step, generation, kind)
         assert layout.is_ours(name)
-    assert layout.is_tombstone(layout.tombstone_name(layout.file_name(step, generation), "0" * 12))
+        grave = layout.tombstone_name(name, "0" * 12)
+        assert layout.entombed(grave) == (name if kind in ("pt", "dir") else None)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +165,9 @@ def test_names_come_back(step, generation):
         "xstep_000000000001.pt",
         "step_000000000001.pt.tmp",
         "step_00000000000١.pt",
+        "step_000000000001.bad",
+        "step_000000000001.g1.",
+        "step_000000000001/",
         "step_000000000001.pt\n",
     ],
 )
@@ -167,3 +182,109 @@ def test_metrics_on_a_graph_and_too_long_ints():
     for value in (10**400, -(10**400)):
         with pytest.raises(TypeError, match=r"metrics\['n'\]"):
             layout.clean_metrics({"n": value})
+
+
+# ── sharded ──────────────────────────────────────────────────────────────────────────────────────────
+
+PARTS = ("meta.pt", "model.shard-000.pt", "model.shard-001.pt")
+SHARDED = replace(
+    INDEX, files=tuple(layout.FileEntry(name, 5, "cd" * 32) for name in PARTS), layout="sharded"
+)
+
+
+def resharded(*names):
+    return layout.index_bytes(
+        replace(SHARDED, files=tuple(layout.FileEntry(name, 5, "cd" * 32) for name in names))
+    )
+
+
+def test_a_sharded_index_comes_back_and_is_of_its_own_place():
+    assert read(layout.index_bytes(SHARDED), sharded=True) == SHARDED
+    assert (SHARDED.name, INDEX.name) == ("step_000000000042.g1", "step_000000000042.g1.pt")
+    with pytest.raises(CheckpointCorruptError, match="layout"):
+        read(layout.index_bytes(SHARDED))
+    with pytest.raises(CheckpointCorruptError, match="layout"):
+        read(layout.index_bytes(INDEX), sharded=True)
+    assert all(map(layout.is_member, (*PARTS, "index.json")))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model.shard-000.pt",
+        "model.shard-0000.pt",
+        "model.shard-00.pt",
+        "meta.pt/",
+        "model.shard-\u0660\u0660\u0660.pt",
+        "MODEL.shard-000.pt",
+        "index.json",
+        "x" * 300,
+        "C:\\x",
+        "a\0b",
+        "model.shard-000.pt\n",
+    ],
+)
+def test_a_sharded_index_names_only_shards_and_meta(name):
+    assert not layout.is_member(name) or name == "index.json"
+    with pytest.raises(CheckpointSecurityError, match="names the file"):
+        read(resharded("meta.pt", name), sharded=True)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("model.shard-000.pt",),
+        ("meta.pt", "model.shard-001.pt"),
+        ("meta.pt", "model.shard-000.pt", "model.shard-000.pt"),
+        ("meta.pt", "meta.pt"),
+        ("meta.pt", "model.shard-001.pt", "model.shard-000.pt"),
+    ],
+)
+def test_shards_are_listed_each_once_and_in_order(names):
+    with pytest.raises(CheckpointCorruptError, match="files"):
+        read(resharded(*names), sharded=True)
+
+
+# ── signed ───────────────────────────────────────────────────────────────────────────────────────────
+
+KEY = b"sixteen bytes ok"
+
+
+def test_a_signature_is_asked_for_with_a_key_only():
+    signed = layout.index_bytes(INDEX, KEY)
+    assert read(signed, hmac_key=KEY) == read(signed) == INDEX
+    for key, data, text in (
+        (b"another key.....", signed, "not of this key"),
+        (KEY, layout.index_bytes(INDEX), "no signature"),
+    ):
+        with pytest.raises(CheckpointSecurityError, match=text):
+            read(data, hmac_key=key)
+
+
+def test_a_signed_index_that_was_changed_and_resealed_is_refused():
+    content = json.loads(layout.index_bytes(INDEX, KEY))
+    del content["index_sha256"]
+    for changes in ({"step": 43}, {"metrics": {}}, {"run": {"id": "0" * 32, "ordinal": 9}}):
+        forged = content | changes
+        data = layout.canonical(
+            forged | {"index_sha256": hashlib.sha256(layout.canonical(forged)).hexdigest()}
+        )
+        with pytest.raises(CheckpointSecurityError, match="not of this key"):
+            read(data, hmac_key=KEY)
+
+
+def test_the_signature_is_this_one():
+    """Frozen: HMAC-SHA256 over the canonical form without the signature and index_sha256."""
+    content = json.loads(layout.index_bytes(INDEX, KEY))
+    signature = content.pop("hmac_sha256")
+    del content["index_sha256"]
+    text = json.dumps(content, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    assert signature == hmac.new(KEY, text, hashlib.sha256).hexdigest()
+
+
+def test_marks_say_why_and_an_unreadable_one_marks_all_the_same():
+    data = layout.bad_bytes(3, 1, "loss spiked")
+    assert data == b'{"generation":1,"reason":"loss spiked","schema":"resumable_data.bad.v1","step":3}\n'
+    assert layout.parse_bad(data) == "loss spiked"
+    for broken in (b"", b"[]", b"\xff", b"[" * 100_000, b'{"reason":3}'):
+        assert layout.parse_bad(broken) == "by a mark that cannot be read"
