@@ -48,6 +48,7 @@ class Entry:
         index: What its index says; None where that cannot be used.
         problem: Then, why.
         marked: Why `mark_bad` was called for it; None where it was not.
+        refusal: The error that a problem is.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Entry:
     index: layout.Index | None
     problem: str = ""
     marked: str | None = None
+    refusal: type[CheckpointError] = CheckpointCorruptError
 
     @property
     def name(self) -> str:
@@ -146,7 +148,7 @@ class Store:
             own = layout.INDEX if sharded else layout.file_name(step, generation, "json")
             return replace(entry, problem=f"its index {own} is missing")
         except _DAMAGE as error:
-            return replace(entry, problem=str(error))
+            return replace(entry, problem=str(error), refusal=type(error))
 
     def largest_ordinal(self) -> int:
         """Of the runs in the directory, those signed with another key included; 0 where there is none."""
@@ -213,7 +215,7 @@ class Store:
             CheckpointCorruptError, CheckpointSecurityError, CheckpointLimitError: It does not pass.
         """
         if entry.index is None:
-            raise CheckpointCorruptError(entry.problem)
+            raise entry.refusal(entry.problem)
         with self._opened() as fd:
             if fd is None:
                 raise CheckpointNotFoundError(f"{self.directory}: no such directory")
