@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import operator
 import os
 import secrets
-import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from resumable_data.checkpoint import layout
-from resumable_data.checkpoint.atomic import FS, FsOps, make_directory, named_errors
-from resumable_data.checkpoint.gate import Fingerprint
-from resumable_data.checkpoint.lock import DirectoryLock, acquire, is_current, release
+from resumable_data.checkpoint import arguments, layout, pruning, transfer
+from resumable_data.checkpoint.atomic import named_errors
+from resumable_data.checkpoint.committing import Form
+from resumable_data.checkpoint.fsops import FS, FsOps
 from resumable_data.checkpoint.payload import apply_all, collect
+from resumable_data.checkpoint.retention import Policy
 from resumable_data.checkpoint.saveable import prepare
-from resumable_data.checkpoint.store import Entry, Loaded, Skipped, Store
-from resumable_data.errors import CheckpointWriteError
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """What `CheckpointManager.restore` and `load_latest` found.
-
-    Attributes:
-        step: Steps done when it was saved.
-        state: The caller's values, with ``step``, ``epoch`` and ``batch_in_epoch``.
-        extra: Plain values and the states of further objects, by name.
-        payload: All of it, in the shape of `build_payload`; tensors are on the CPU.
-        path: The data file.
-        skipped: Newer checkpoints that did not pass verification, and why; empty as a rule.
-    """
-
-    step: int
-    state: dict[str, Any]
-    extra: dict[str, Any]
-    payload: dict[str, Any]
-    path: Path
-    skipped: tuple[Skipped, ...]
+from resumable_data.checkpoint.store import Entry, Loaded, Store
+from resumable_data.checkpoint.transfer import FoundCheckpoint, Report, Which
+from resumable_data.checkpoint.writer import Writer
+from resumable_data.errors import CheckpointError
 
 
 class CheckpointManager:
@@ -58,18 +35,18 @@ class CheckpointManager:
         every_steps: `should_save` is true at multiples of it; at least 1.
         keep_last: Checkpoints to keep, at least 1; None keeps all. Counted are those that this manager has
             written or verified and that have not changed since; the one resumed from is kept besides.
-        keep_best: Not available yet.
-        enabled: False makes `save` and `finish` do nothing, for ranks that do not write.
-        shards: Not available yet.
-        durability: ``"full"``.
-        hmac_key: Not available yet.
+        keep_best: Name of a metric and ``"min"`` or ``"max"``: the best by it is kept besides.
+        enabled: False makes all that writes do nothing, for ranks that do not write.
+        shards: None: one data file. A number from 1 to 999: a directory, the model's tensors dealt over so
+            many files; or a function from their keys to numbers from 0 to 999. Any layout is read.
+        durability: ``"full"``: a checkpoint survives a power cut; ``"process"``: a killed process only.
+        hmac_key: At least 16 bytes that sign every index; a checkpoint without the signature is refused.
         config: Plain values that must be the same when the run resumes; saved with it, compared unless None.
         generators: RNGs besides the global ones, captured and restored: see `capture_rng_state`.
 
     Raises:
         TypeError: An argument of the wrong type.
         ValueError: An argument out of its range.
-        NotImplementedError: An argument that is not available yet, by its name.
     """
 
     def __init__(
@@ -80,38 +57,34 @@ class CheckpointManager:
         keep_last: int | None = 3,
         keep_best: tuple[str, str] | None = None,
         enabled: bool = True,
-        shards: int | None = None,
+        shards: int | Callable[[str], int] | None = None,
         durability: str = "full",
         hmac_key: bytes | None = None,
         config: Any = None,
         generators: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_count("every_steps", every_steps)
+        arguments.check_count("every_steps", every_steps)
         if keep_last is not None:
-            _check_count("keep_last", keep_last)
-        if type(enabled) is not bool:
-            raise TypeError(f"enabled must be a bool, found {enabled!r}")
-        if durability not in ("full", "process"):
-            raise ValueError(f"durability must be 'full', found {durability!r}")
-        for name, value in (("keep_best", keep_best), ("shards", shards), ("hmac_key", hmac_key)):
-            if value is not None:
-                raise NotImplementedError(f"{name} is not available yet; leave it out")
-        if durability != "full":
-            raise NotImplementedError("durability other than 'full' is not available yet")
+            arguments.check_count("keep_last", keep_last)
+        arguments.check_best(keep_best)
+        arguments.check_flag("enabled", enabled)
+        arguments.check_shards(shards)
+        arguments.check_choice("durability", durability, ("full", "process"))
+        arguments.check_key(hmac_key)
         self.directory = Path(directory).absolute()  # the program may change its directory
         self.every_steps = every_steps
         self.keep_last = keep_last
+        self.keep_best = None if keep_best is None else (keep_best[0], keep_best[1])
         self.enabled = enabled
+        self._form = Form(shards, durability, hmac_key)
         self._config = config
         self._generators = generators
         self._ops: FsOps = FS
-        self._guard = threading.RLock()  # held while this manager writes or gives its right back
-        self._lock: DirectoryLock | None = None
-        self._closing = False  # `close` was called by a signal handler in the midst of a save
+        self._writer = Writer(self.directory)
+        self._ledger = pruning.Ledger()
         self._run: tuple[str, int] | None = None  # id and ordinal, once begun or continued
-        self._resumed: str | None = None  # name of the data file that the run went on from
-        self._last_step: int | None = None  # of the newest checkpoint of this run
-        self._verified: dict[str, Fingerprint] = {}
+        self._resumed: str | None = None  # name of the checkpoint that the run went on from
+        self._last: layout.Index | None = None  # of the newest checkpoint of this run
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -128,15 +101,10 @@ class CheckpointManager:
         return self.enabled and step > 0 and step % self.every_steps == 0
 
     def path_for(self, step: int) -> Path:
-        """The data file of a step's newest committed generation; where there is none, of its first."""
-        number = _check_step(step)
-        names = set(self._store().names())
-        committed = [
-            generation
-            for generation in self._store().generations(number, list(names))
-            if {layout.file_name(number, generation, kind) for kind in ("pt", "json")} <= names
-        ]
-        return self.directory / layout.file_name(number, max(committed, default=0))
+        """Where a step's newest committed generation is; where there is none, where its first would be."""
+        number = arguments.check_step(step)
+        first = layout.checkpoint_name(number, 0, sharded=self._form.shards is not None)
+        return self.directory / (transfer.newest_generation(self._store(), number) or first)
 
     def save(
         self,
@@ -147,7 +115,7 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         blocking: bool = True,
     ) -> Path | None:
-        """Commit a checkpoint; returns once it survives a power cut. Then prune.
+        """Commit a checkpoint; returns once it survives what `durability` says. Then prune.
 
         Called by the one process that writes, at any step: `should_save` is not asked. A second save of a
         step is its next generation. The first save without a `restore` begins a run, which is newer than
@@ -162,7 +130,7 @@ class CheckpointManager:
             blocking: True.
 
         Returns:
-            The data file, or None when disabled.
+            The data file, or the directory of a sharded checkpoint; None when disabled.
 
         Raises:
             TypeError: Something that cannot be saved, by its key path; no file has been made.
@@ -171,38 +139,36 @@ class CheckpointManager:
         """
         if blocking is not True:
             raise NotImplementedError("blocking=False is not available yet; leave it out")
-        number = _check_step(step)
+        number = arguments.check_step(step)
         clean = layout.clean_metrics(metrics)
         if not self.enabled:
             return None
         payload = prepare(collect(objects, number, state, self._config, self._generators))
-        with self._writing() as store:
+        return self._write(payload, number, clean)
+
+    def _write(self, payload: Any, step: int, metrics: Mapping[str, int | float | None]) -> Path:
+        with self._writer.turn(self._ops):
+            store = self._store()
             with named_errors(self.directory):
                 store.sweep()
-                index = self._commit(store, payload, number, clean)
+                index = self._commit(store, payload, step, metrics)
             self._after_commit(store, index)
-        return self.directory / layout.file_name(number, index.generation)
+        return self.directory / index.name
 
     def _commit(
         self, store: Store, payload: Any, step: int, metrics: Mapping[str, int | float | None]
     ) -> layout.Index:
-        back = self._last_step is not None and step < self._last_step
-        run = self._new_run(store) if self._run is None or back else self._run
+        run = self._run
+        if run is None or (self._last is not None and step < self._last.step):
+            run = secrets.token_hex(16), store.largest_ordinal() + 1
         generation = max(store.generations(step, store.names()), default=-1) + 1
-        name = layout.file_name(step, generation)
-        index = store.commit(
-            payload, lambda entry: layout.Index(*run, step, generation, metrics, (entry,)), name
-        )
+        entry = store.commit(payload, layout.Stamp(*run, step, generation, metrics))
+        if entry.index is None:  # the store gives what it has written
+            raise CheckpointError(f"{entry.name}: committed without an index")
         self._run = run
-        self._last_step = step
-        seen = store.fingerprint(name)
-        if seen is not None:
-            self._verified[name] = seen
-        return index
-
-    def _new_run(self, store: Store) -> tuple[str, int]:
-        ordinals = [entry.index.run_ordinal for entry in store.entries() if entry.index is not None]
-        return secrets.token_hex(16), max(ordinals, default=0) + 1
+        self._last = entry.index
+        self._ledger.enter(entry.index, store.seen(entry))
+        return entry.index
 
     def _after_commit(self, store: Store, index: layout.Index) -> None:
         """The pointer, then pruning. A failure here undoes no commit: it is a warning, not an error."""
@@ -210,7 +176,7 @@ class CheckpointManager:
             store.point_to(index)
             if self.keep_last is not None or index.generation:
                 self._prune(store)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             warnings.warn(
                 f"The checkpoint of step {index.step} is committed, but tidying up after it failed: {error}",
                 stacklevel=4,
@@ -228,52 +194,134 @@ class CheckpointManager:
         """Save the last step of a run, unless its checkpoint is there already; arguments as for `save`.
 
         Returns:
-            The data file of the step, or None when disabled.
+            The data file or directory of the step, or None when disabled.
         """
-        if self.enabled and _check_step(step) == self._last_step:
-            path = self.path_for(step)
-            if self._is_verified(self._store(), path.name):
-                return path
+        number = arguments.check_step(step)
+        if self.enabled and self._last is not None and number == self._last.step:
+            store = self._store()
+            name = self._last.name
+            if any(
+                e.name == name and e.marked is None and self._ledger.holds(store, e) for e in store.entries()
+            ):
+                return self.directory / name
         return self.save(step, objects, state=state, metrics=metrics, blocking=blocking)
 
+    # ── keeping ──────────────────────────────────────────────────────────────────────────────────────
+
     def prune(self) -> None:
-        """Delete what `keep_last` does not ask for; `save` does it by itself.
+        """Delete what `keep_last` and `keep_best` do not ask for; `save` does it by itself.
 
         Raises:
             CheckpointWriteError: Another process writes here, or a file cannot be deleted.
         """
         if self.enabled and self.directory.is_dir():
-            with self._writing() as store, named_errors(self.directory):
+            with self._writer.turn(self._ops), named_errors(self.directory):
+                store = self._store()
                 self._prune(store)
                 store.sync()
 
     def _prune(self, store: Store) -> None:
-        counted: set[tuple[int, int]] = set()  # (ordinal, step) of good checkpoints, the newest first
-        doomed: list[Entry] = []
-        for entry in store.entries():
-            if entry.index is None:
-                continue  # of which run it is nobody knows
-            place = (entry.index.run_ordinal, entry.step)
-            enough = self.keep_last is not None and len(counted) >= self.keep_last
-            if (enough or place in counted) and entry.name != self._resumed:
-                doomed.append(entry)
-            elif self._is_verified(store, entry.name):
-                counted.add(place)
-        for entry in reversed(doomed):  # the oldest first
-            store.delete(entry)
-            self._verified.pop(entry.name, None)  # durable with the next commit, if not before
+        last = None if self._last is None else self._last.name
+        held = {name for name in (self._resumed, last) if name is not None}
+        pruning.prune(store, self._ledger, self._policy, held)
 
-    def _is_verified(self, store: Store, name: str) -> bool:
-        return name in self._verified and store.fingerprint(name) == self._verified[name]
+    @property
+    def _policy(self) -> Policy:
+        return Policy(self.keep_last, self.keep_best)
+
+    def mark_bad(self, step: Which, reason: str) -> None:
+        """Mark a checkpoint so that it is never chosen again: one of a run that had gone wrong by then.
+
+        It stays on the disk until its age has it pruned, is named in `skipped`, is never the best, and takes
+        no place among `keep_last`. Restore afterwards: the run goes on from the one before.
+
+        Args:
+            step: Its step, of which the newest generation is meant, or its path.
+            reason: Why, for people; at most 2000 characters are kept.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointWriteError: Another process writes here, or the mark cannot be written.
+        """
+        arguments.check_reason(reason)
+        if not self.enabled:
+            return
+        entry = transfer.select(self._store(), step)
+        with self._writer.turn(self._ops), named_errors(self.directory):
+            store = self._store()
+            store.mark_bad(entry, reason)
+            self._ledger.forget(entry.name)
+            newest = self._newest(store)
+            if newest is not None and newest.index is not None:
+                store.point_to(newest.index)
+
+    def copy_to(self, directory: str | os.PathLike[str], step: Which | None = None) -> Path | None:
+        """Copy a checkpoint into another directory, bytes and names unchanged, by the protocol of a save.
+
+        It is verified before and while it is copied. Nothing is deleted there and no ``latest.json`` is
+        written. Where it is there already, nothing is done.
+
+        Args:
+            directory: Created with its parents.
+            step: The step, of which the newest generation is meant, or the path of the checkpoint; None for
+                the newest that is whole.
+
+        Returns:
+            The copy's data file or directory; None when disabled.
+
+        Raises:
+            CheckpointNotFoundError: There is nothing to copy.
+            CheckpointCorruptError, CheckpointSecurityError, CheckpointLimitError: None is whole, or the
+                one asked for is not or is marked as bad.
+            CheckpointWriteError: The copy failed, or another process writes there, or another checkpoint
+                has its name there (errno EEXIST). Nothing was committed.
+        """
+        if not self.enabled:
+            return None
+        return transfer.copy_to(self._store(), Path(directory).absolute(), step)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────
 
     def latest_path(self) -> Path | None:
-        """The data file of the newest committed checkpoint, None where there is none; not verified."""
-        for entry in self._store().entries():
-            if entry.index is not None:
-                return self.directory / entry.name
-        return None
+        """Where the newest committed checkpoint is that is not marked as bad; None where none is; not verified."""
+        entry = self._newest(self._store())
+        return None if entry is None else self.directory / entry.name
+
+    def _newest(self, store: Store) -> Entry | None:
+        usable = (entry for entry in store.entries() if entry.index is not None and entry.marked is None)
+        return next(usable, None)
+
+    def best_path(self) -> Path | None:
+        """Where the best checkpoint is, by the metric of `keep_best`; None where none has it; not verified.
+
+        Of several that are as good it is the newest. All runs in the directory count.
+
+        Raises:
+            ValueError: The manager was made without `keep_best`.
+        """
+        if self.keep_best is None:
+            raise ValueError(
+                "best_path needs keep_best, such as CheckpointManager(..., keep_best=('loss', 'min'))"
+            )
+        entry = pruning.best(self._store(), self._policy)
+        return None if entry is None else self.directory / entry.name
+
+    def verify(self, step: Which | None = None) -> tuple[Report, ...]:
+        """Read checkpoints through every check that a restore makes, and apply nothing.
+
+        Those that are whole count for `keep_last` from then on.
+
+        Args:
+            step: A step, of which the newest generation is meant, or a path; None for all.
+
+        Returns:
+            A report for each, the newest first: ``path``, ``step``, ``generation``, ``ok``, ``reason``.
+
+        Raises:
+            CheckpointNotFoundError: The one asked for is not there.
+            CheckpointMismatchError: The directory was written by a newer version.
+        """
+        return transfer.verify(self._store(), self._ledger, step)
 
     def load_latest(self) -> FoundCheckpoint | None:
         """The newest checkpoint that is whole, read and not applied; None where there is none at all.
@@ -314,24 +362,13 @@ class CheckpointManager:
         found = self._found(loaded)
         apply_all(loaded.payload, objects, override, strict_rng, self._config, self._generators)
         self._run = (loaded.index.run_id, loaded.index.run_ordinal)
-        self._resumed = found.path.name
-        self._last_step = found.step
+        self._resumed = loaded.index.name
+        self._last = loaded.index
         return found
 
     def _found(self, loaded: Loaded) -> FoundCheckpoint:
-        name = layout.file_name(loaded.index.step, loaded.index.generation)
-        self._verified[name] = loaded.seen
-        payload = loaded.payload
-        return FoundCheckpoint(
-            loaded.index.step,
-            payload["state"],
-            payload.get("extra", {}),
-            payload,
-            self.directory / name,
-            loaded.skipped,
-        )
-
-    # ── the right to write ───────────────────────────────────────────────────────────────────────────
+        self._ledger.enter(loaded.index, loaded.seen)
+        return transfer.found(loaded, self.directory)
 
     def close(self) -> None:
         """Let other processes write; a later save asks for the right again. Twice is as good as once.
@@ -339,62 +376,7 @@ class CheckpointManager:
         It waits for a save in another thread. Called by a signal handler during one, it takes effect when
         that save ends.
         """
-        with self._guard:
-            lock = self._lock
-            self._closing = lock is not None and lock.writer is self
-            if lock is not None and not self._closing:
-                self._lock = None
-                release(lock)
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[Store]:
-        """The right to write, and the turn of this manager among those of the process."""
-        with self._guard:
-            make_directory(self.directory, self._ops)
-            lock = self._held_lock()
-            with lock.mutex:
-                if lock.writer is not None:  # the mutex lets its own thread in
-                    raise CheckpointWriteError(
-                        f"{self.directory}: this thread is in the midst of a save; a signal handler must not "
-                        "begin another. Let it set a flag, and save after the step.",
-                        errno=errno.EBUSY,
-                        path=str(self.directory),
-                    )
-                try:
-                    lock.writer = self
-                    yield self._store()
-                finally:
-                    lock.writer = None
-                    if self._closing:
-                        self.close()
-
-    def _held_lock(self) -> DirectoryLock:
-        with named_errors(self.directory):
-            lock = self._lock
-            if lock is not None and lock.writer is not self and not is_current(lock, self.directory):
-                self.close()
-            if self._lock is None:
-                self._lock = acquire(self.directory, self._ops)
-            return self._lock
+        self._writer.close()
 
     def _store(self) -> Store:
-        return Store(self.directory, self._ops)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if type(value) is not int:
-        raise TypeError(f"{name} must be an int, found {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, found {value}")
-
-
-def _check_step(step: Any) -> int:
-    if isinstance(step, bool):
-        raise TypeError(f"step must be an int, found {step!r}")
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step must be an int, found {step!r}") from None
-    if not 0 <= number <= layout.MAX_STEP:
-        raise ValueError(f"step must be from 0 to {layout.MAX_STEP}, found {number}")
-    return number
+        return Store(self.directory, self._ops, self._form)

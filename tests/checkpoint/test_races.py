@@ -9,7 +9,7 @@ import torch
 
 from checkpoint.helpers import debris, names
 from resumable_data.checkpoint import CheckpointManager, gate
-from resumable_data.checkpoint import manager as manager_module
+from resumable_data.checkpoint import writer as writer_module
 from resumable_data.checkpoint.fsops import FsOps
 from resumable_data.checkpoint.lock import LOCK_NAME
 from resumable_data.errors import CheckpointWriteError
@@ -109,7 +109,7 @@ def test_close_from_another_thread_waits_for_the_end_of_the_save(tmp_path):
 
 def test_first_saves_in_two_threads_take_one_hold_and_close_gives_it_back(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
-    real = manager_module.acquire
+    real = writer_module.acquire
     both = threading.Barrier(2)
 
     def acquire(*args):
@@ -119,7 +119,7 @@ def test_first_saves_in_two_threads_take_one_hold_and_close_gives_it_back(tmp_pa
             both.reset()
         return real(*args)
 
-    monkeypatch.setattr(manager_module, "acquire", acquire)
+    monkeypatch.setattr(writer_module, "acquire", acquire)
     threads = [threading.Thread(target=save, args=(manager, step)) for step in (1, 2)]
     for thread in threads:
         thread.start()
