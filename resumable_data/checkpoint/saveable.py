@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ _LEAVES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray}
     | {torch.Size, torch.dtype, torch.device, torch.layout}
 )
+_IMMUTABLE = _LEAVES - {bytearray}
 _DICTS = (dict, collections.OrderedDict, collections.Counter)
 _LISTS = (list, tuple, set)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -40,7 +42,36 @@ def prepare(tree: Any, *, copy: bool = False) -> Any:
     """
     tensors = _collect(tree)
     owned = _own_storage(tensors, copy)
-    return _rebuild(tree, owned, {}) if owned or copy else tree
+    return rebuild(tree, owned) if owned or copy else tree
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a prepared tree, each object once."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        kind = type(value)
+        if kind in _TENSORS:
+            found[id(value)] = value
+        elif (kind in _DICTS or kind in _LISTS) and id(value) not in seen:
+            seen.add(id(value))
+            items = value if kind in _LISTS else value.values()
+            if not set(map(type, items)) <= _LEAVES:
+                stack.extend(items)
+            stack.extend(getattr(value, "__dict__", {}).values())
+    return list(found.values())
+
+
+def rebuild(tree: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
+    """A prepared tree with containers of its own, and bytearrays; what is in two places stays one object.
+
+    Args:
+        tree: As `prepare` gives it.
+        replacements: Tensors to put in place of others, by the id of those; other tensors are shared.
+    """
+    return _rebuild(tree, replacements, {})
 
 
 def _collect(tree: Any) -> list[_Met]:
@@ -133,10 +164,10 @@ def _own_storage(tensors: list[_Met], copy: bool) -> dict[int, torch.Tensor]:
             if copy or storage.nbytes():
                 shape, stride = tensor.shape, tensor.stride()
                 empty = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
-                owned[id(tensor)] = _like(tensor, empty)
+                owned[id(tensor)] = like(tensor, empty)
         elif tensor.is_conj() or tensor.is_neg():  # lazy views: torch.save takes their storage whole
             if copy:
-                owned[id(tensor)] = _like(tensor, tensor.detach().resolve_conj().resolve_neg().clone())
+                owned[id(tensor)] = like(tensor, tensor.detach().resolve_conj().resolve_neg().clone())
         else:  # the size too: numpy's memory may be under two storages that begin at one address
             place = (tensor.device, storage.data_ptr(), storage.nbytes())
             groups.setdefault(place, []).append((tensor, path))
@@ -188,22 +219,22 @@ def _move(members: list[torch.Tensor], start: int, end: int) -> dict[int, torch.
         offset = tensor.storage_offset() - start // tensor.element_size()
         own = torch.empty(0, dtype=tensor.dtype, device=device)
         own = own.set_(storage, offset, tensor.shape, tensor.stride())
-        moved[id(tensor)] = _like(tensor, own)
+        moved[id(tensor)] = like(tensor, own)
     return moved
 
 
-def _like(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def like(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """`own` as a parameter, and asking for gradients, where `tensor` is one and does."""
     if type(tensor) is torch.nn.Parameter:
         return torch.nn.Parameter(own, requires_grad=tensor.requires_grad)
     return own.requires_grad_() if tensor.requires_grad else own
 
 
-def _rebuild(value: Any, owned: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:
+def _rebuild(value: Any, owned: Mapping[int, torch.Tensor], memo: dict[int, Any]) -> Any:
     kind = type(value)
     if kind in _TENSORS:
         return owned.get(id(value), value)
-    if kind not in _DICTS and kind not in _LISTS:
+    if kind not in _DICTS and kind not in _LISTS and kind is not bytearray:
         return value
     if id(value) in memo:
         return memo[id(value)]
@@ -214,7 +245,7 @@ def _rebuild(value: Any, owned: dict[int, torch.Tensor], memo: dict[int, Any]) -
             new[key] = _rebuild(item, owned, memo)
         for name, item in getattr(value, "__dict__", {}).items():
             setattr(new, name, _rebuild(item, owned, memo))
-    elif set(map(type, value)) <= _LEAVES:
+    elif kind is bytearray or set(map(type, value)) <= _IMMUTABLE:
         new = kind(value)
     else:
         new = kind(_rebuild(item, owned, memo) for item in value)
