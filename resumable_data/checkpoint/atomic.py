@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,84 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from resumable_data.checkpoint.fsops import FS, FsOps
 from resumable_data.checkpoint.saveable import prepare
+from resumable_data.checkpoint.sink import Sink, torch_save
 from resumable_data.checkpoint.temps import is_dead, shortened, temp_name
 from resumable_data.errors import CheckpointWriteError
 
-_BUFFER = 256 * 1024  # small writes are gathered up to this many bytes
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # what file systems without directory fsync answer
 _warned_directories: set[str] = set()
-
-
-class Sink:
-    """A file that `torch.save` writes to: counts, hashes, completes short writes and never raises.
-
-    An exception must not pass through torch's C++ frames, where its errno is lost. So the first one is kept,
-    the bytes after it are counted but not written, and `close` raises it.
-    """
-
-    def __init__(self, ops: FsOps, fd: int, *, durable: bool = True) -> None:
-        self.size = 0
-        self._durable = durable
-        self.error: BaseException | None = None
-        self._ops, self._fd = ops, fd
-        self._hash = hashlib.sha256()
-        self._buffer = bytearray()
-
-    def write(self, data: Any) -> int:
-        """Take all of `data`; memoryviews are used during the call only, as torch requires."""
-        view = memoryview(data).cast("B")
-        try:
-            self.size += len(view)
-            if self.error is None:
-                if len(self._buffer) + len(view) > _BUFFER:
-                    self._drain()
-                if len(view) > _BUFFER:
-                    self._put(view)
-                else:
-                    self._buffer += view
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by `close`; see the class
-            self.error = error
-        return len(view)
-
-    def flush(self) -> None:
-        """Nothing: `close` drains the buffer and syncs; torch.save calls this at its end."""
-
-    def finish(self) -> str:
-        """Drain and, where durable, fsync; the sha256 of all bytes, in hex. Raises what `write` met."""
-        if self.error is not None:
-            raise self.error
-        self._drain()
-        if self._durable:
-            self._ops.fsync(self._fd)
-        return self._hash.hexdigest()
-
-    def _drain(self) -> None:
-        data = bytes(self._buffer)
-        self._buffer.clear()
-        self._put(memoryview(data))
-
-    def _put(self, view: memoryview) -> None:
-        self._hash.update(view)
-        while len(view):
-            view = view[self._ops.write(self._fd, view) :]
-
-
-def torch_save(value: Any, sink: Sink) -> None:
-    """`torch.save` into a sink; an interrupt in the midst of it comes out as itself."""
-    ambient = sys.exc_info()[1]
-    try:
-        torch.save(value, sink)  # type: ignore[arg-type]  # torch asks for a file's write and flush only
-    except RuntimeError as error:
-        # one that met `Sink.write` outside its try is behind torch's complaint about the bytes missing
-        first = error.__context__
-        if first is not None and first is not ambient and not isinstance(first, Exception):
-            raise first from None
-        raise
 
 
 @dataclass(frozen=True)
@@ -165,6 +94,7 @@ class Commit:
                 produce(sink)
             finally:
                 self._needed += sink.size
+                sink.release()
             sha256 = sink.finish()
         except BaseException:
             with contextlib.suppress(OSError):  # the error under way is the one to report
@@ -191,7 +121,7 @@ class Commit:
     def sync_inside(self, temp: Path) -> None:
         """Make the entries of a temp directory durable."""
         if self._durable:
-            sync_directory(temp, self._ops)
+            sync_directory(temp, self._ops, home=self.directory)
 
     def sync(self) -> None:
         """Make the renames so far durable."""
@@ -199,17 +129,24 @@ class Commit:
             sync_directory(self.directory, self._ops)
 
 
-def sync_directory(directory: Path, ops: FsOps) -> None:
-    """Fsync a directory; where its file system has no such thing, one warning says what that means."""
+def sync_directory(directory: Path, ops: FsOps, *, home: Path | None = None) -> None:
+    """Fsync a directory; where its file system has no such thing, one warning says what that means.
+
+    Args:
+        directory: To be synced.
+        ops: The system calls.
+        home: For a temp directory the one it is in, so that the warning comes once and not with every save.
+    """
     try:
         ops.dirsync(str(directory))
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        if str(directory) not in _warned_directories:
-            _warned_directories.add(str(directory))
+        place = str(home or directory)
+        if place not in _warned_directories:
+            _warned_directories.add(place)
             warnings.warn(
-                f"The file system of {directory} cannot sync directories ({error.strerror}): a checkpoint "
+                f"The file system of {place} cannot sync directories ({error.strerror}): a checkpoint "
                 "survives a killed process, but perhaps not a power cut.",
                 stacklevel=2,
             )

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from resumable_data.checkpoint import layout
-from resumable_data.checkpoint.atomic import Commit, Sink, Written, torch_save
+from resumable_data.checkpoint.atomic import Commit, Written
 from resumable_data.checkpoint.fsops import FsOps
 from resumable_data.checkpoint.sharding import Shards, split
+from resumable_data.checkpoint.sink import Sink, torch_save
 
 
 @dataclass(frozen=True)

@@ -326,10 +326,11 @@ class Store:
     def delete(self, entry: Entry) -> None:
         """Delete a checkpoint, its data first; its mark goes last, so that it never looks good again."""
         committing.remove(self.directory, self.ops, entry.name)
-        kinds = ("bad.json",) if entry.sharded else ("json", "bad.json")
+        kinds = [] if entry.sharded else ["json"]
+        kinds += [] if entry.marked is None else ["bad.json"]
         for kind in kinds:
             path = self.directory / layout.file_name(entry.step, entry.generation, kind)
-            with contextlib.suppress(FileNotFoundError):  # a damaged checkpoint may have none, most no mark
+            with contextlib.suppress(FileNotFoundError):  # a damaged checkpoint may have none
                 self.ops.unlink(str(path))
 
     def sync(self) -> None:

@@ -11,8 +11,9 @@ from typing import IO, Any, NamedTuple
 
 from resumable_data.checkpoint import committing, gate, layout
 from resumable_data.checkpoint.arguments import check_step
-from resumable_data.checkpoint.atomic import Commit, Sink, Written, named_errors
+from resumable_data.checkpoint.atomic import Commit, Written, named_errors
 from resumable_data.checkpoint.pruning import Ledger
+from resumable_data.checkpoint.sink import Sink
 from resumable_data.checkpoint.store import Entry, Loaded, Skipped, Store
 from resumable_data.checkpoint.writer import Writer
 from resumable_data.errors import (
