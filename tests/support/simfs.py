@@ -26,6 +26,7 @@ SAMPLES = 200  # of them, where there are more
 _BOOT = re.compile(r"(\.[0-9a-f]{8}-)[0-9a-f]{8}(-\d+-\d+-[0-9a-f]{12}\.tmp)")
 _MODELLED = {
     "open", "write", "fsync", "close", "rename", "unlink", "listdir", "dirsync", "mkdir", "rmdir",
+    "writeback",  # a hint: of what it does nothing is promised
 }  # fmt: skip
 
 State = dict[str, bytes | None]  # path -> content, None for a directory
