@@ -37,20 +37,17 @@ def shortened(target: str) -> str:
 def is_dead(name: str, *, ours: Callable[[str], bool], alone: bool) -> bool:
     """Whether `name` is a temp for a target that is `ours` and that nobody is writing any more.
 
-    With `alone` every process but this one is known to have stopped; otherwise a writer on another machine
-    may be alive, and its temp is left.
+    With `alone` nobody writes at all but the caller, who is about to: even a temp of this process is what a
+    failed save could not remove. Otherwise a writer on another machine may be alive, and its temp is left.
     """
     found = _TEMP.fullmatch(name)
     if found is None or not ours(found["target"]):
         return False
-    host, boot, our_start = _this_process(os.getpid())
-    pid, start = int(found["pid"]), int(found["start"])
+    host, boot, _ = _this_process(os.getpid())
     here = found["host"] == host
-    if here and found["boot"] != boot:
+    if alone or (here and found["boot"] != boot):
         return True
-    if alone:
-        return not (here and pid == os.getpid() and start == our_start)
-    return here and not _is_running(pid, start)
+    return here and not _is_running(int(found["pid"]), int(found["start"]))
 
 
 def _is_running(pid: int, start: int) -> bool:
