@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 import torch
@@ -32,7 +33,12 @@ def _config_differences(path: str, saved: Any, current: Any) -> list[str]:
         pairs = zip(saved, current, strict=True)
         return [d for i, (a, b) in enumerate(pairs) for d in _config_differences(f"{path}[{i}]", a, b)]
     same = type(saved) is type(current) and _equal(saved, current)
-    return [] if same else [f"{path.lstrip('.') or 'config'} was {saved!r:.80}, is {current!r:.80}"]
+    return [] if same else [f"{path.lstrip('.') or 'config'} was {_shown(saved)}, is {_shown(current)}"]
+
+
+def _shown(value: Any) -> str:
+    """A value as messages show it; reprlib stops in time where lists share lists."""
+    return reprlib.repr(value)[:80] if isinstance(value, (list, tuple, dict, set)) else f"{value!r:.80}"
 
 
 def _equal(saved: Any, current: Any) -> bool:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from resumable_data.checkpoint.mismatch import label, raise_differences
 from resumable_data.errors import CheckpointMismatchError
 
-_MOST_SHOWN = 8  # differences that one message lists
+_EXTRA_STATE = "_extra_state"  # what get_extra_state gave; the module's own affair, its size may change
 
 
 def _wrapped_as(module: torch.nn.Module) -> str | None:
@@ -78,10 +79,19 @@ def check_module(name: str, module: torch.nn.Module, saved: Any) -> None:
         )
     current = module_state(module)
     differences = [f"{key} is missing in the file" for key in current.keys() - saved.keys()]
-    differences += [f"{key} is only in the file" for key in saved.keys() - current.keys()]
+    differences += [f"{label(key)} is only in the file" for key in saved.keys() - current.keys()]
     for key in current.keys() & saved.keys():
-        differences += _tensor_differences(key, saved[key], current[key])
+        if key.rpartition(".")[2] == _EXTRA_STATE:
+            differences += _extra_differences(key, saved[key], current[key])
+        else:
+            differences += _tensor_differences(key, saved[key], current[key])
     raise_differences(name, differences, "Build the model that was saved, or start another directory.")
+
+
+def _extra_differences(key: str, saved: Any, current: Any) -> list[str]:
+    if saved is None or current is None or type(saved) is type(current):
+        return []
+    return [f"{key} is a {type(saved).__name__} in the file, a {type(current).__name__} in the model"]
 
 
 def _tensor_differences(key: str, saved: Any, current: Any) -> list[str]:
@@ -90,15 +100,27 @@ def _tensor_differences(key: str, saved: Any, current: Any) -> list[str]:
         return [] if same else [f"{key} is a tensor in the file, a {type(current).__name__} in the model"]
     if not isinstance(saved, torch.Tensor):
         return [f"{key} is a {type(saved).__name__} in the file, a tensor in the model"]
-    if torch.nn.parameter.is_lazy(current):
-        return [f"{key} has no shape yet: run a batch through the model first"]
-    if current.device.type == "meta":
-        return [f"{key} is on the meta device, which keeps no values"]
-    if any(size > 1 and step == 0 for size, step in zip(current.shape, current.stride(), strict=True)):
-        return [f"{key} is expanded, elements share memory: torch cannot copy into it, clone() it"]
+    unfit = _unfit(key, current)
+    if unfit:
+        return [unfit]
+    if torch.nn.parameter.is_lazy(saved) or saved.device.type == "meta":
+        return [f"{key} has no values in the file"]
     found = (tuple(saved.shape), saved.dtype, saved.layout)
     wanted = (tuple(current.shape), current.dtype, current.layout)
     return [] if found == wanted else [f"{key} is {_shown(found)} in the file, {_shown(wanted)} in the model"]
+
+
+def _unfit(key: str, current: torch.Tensor) -> str:
+    """Why a tensor of the model cannot take values, "" if it can."""
+    if torch.nn.parameter.is_lazy(current):
+        return f"{key} has no shape yet: run a batch through the model first"
+    if current.device.type == "meta":
+        return f"{key} is on the meta device, which keeps no values"
+    if any(size > 1 and step == 0 for size, step in zip(current.shape, current.stride(), strict=True)):
+        return f"{key} is expanded, elements share memory: torch cannot copy into it, clone() it"
+    if current.is_inference() and not torch.is_inference_mode_enabled():
+        return f"{key} was made under torch.inference_mode, and cannot be set outside it"
+    return ""
 
 
 def _shown(what: tuple[Any, ...]) -> str:
@@ -114,7 +136,7 @@ def check_modes(name: str, module: torch.nn.Module, saved: Any) -> None:
     differences = [
         f"submodule {key or '(itself)'} is missing in the file" for key in current.keys() - saved.keys()
     ]
-    differences += [f"submodule {key} is only in the file" for key in saved.keys() - current.keys()]
+    differences += [f"submodule {label(key)} is only in the file" for key in saved.keys() - current.keys()]
     raise_differences(name, differences, "Build the model that was saved.")
 
 
@@ -124,10 +146,10 @@ def check_frozen(name: str, module: torch.nn.Module, saved: Any) -> None:
         raise CheckpointMismatchError(f"{name}: the file does not say which of its parameters are frozen")
     bare = bare_names(module)
     names = {bare(key) for key, _ in module.named_parameters()}
-    differences = [f"frozen parameter {key} is not here" for key in set(saved) - names]
+    differences = [f"frozen parameter {label(key)} is not here" for key in set(saved) - names]
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         moved = set(saved) ^ set(frozen_names(module))
-        differences += [f"parameter {key} was frozen in only one of file and model" for key in moved]
+        differences += [f"parameter {label(key)} was frozen in only one of file and model" for key in moved]
     raise_differences(name, differences, "Set requires_grad as at the save before DDP wraps the model.")
 
 
@@ -137,19 +159,12 @@ def check_grads(name: str, module: torch.nn.Module, saved: Any) -> None:
         raise CheckpointMismatchError(f"{name}: its gradients are a {type(saved).__name__}, not a dict")
     bare = bare_names(module)
     parameters = {bare(key): p for key, p in module.named_parameters()}
-    differences = [f"gradient {key} is of no parameter here" for key in saved.keys() - parameters.keys()]
+    differences = [
+        f"gradient {label(key)} is of no parameter here" for key in saved.keys() - parameters.keys()
+    ]
     for key in saved.keys() & parameters.keys():
         differences += _tensor_differences(f"gradient {key}", saved[key], parameters[key])
     raise_differences(name, differences, "Build the model that was saved.")
-
-
-def raise_differences(name: str, differences: list[str], advice: str) -> None:
-    """Raise CheckpointMismatchError listing the first differences, if there are any."""
-    if not differences:
-        return
-    shown = "; ".join(sorted(differences)[:_MOST_SHOWN])
-    more = f"; and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
-    raise CheckpointMismatchError(f"{name}: {shown}{more}. Nothing was changed. {advice}", found=differences)
 
 
 def load_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
@@ -172,9 +187,19 @@ def load_grads(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> No
         if value is None:
             parameter.grad = None
         elif parameter.grad is not None and _same_form(parameter.grad, value):
-            parameter.grad.detach().copy_(value)  # it may be a view into a bucket of DDP's
+            # it may be a view into a bucket of DDP's, or the static input of a CUDA graph
+            parameter.grad.detach().copy_(value)
         else:
             parameter.grad = value.detach().to(parameter.device, copy=True)
+
+
+def written_grads(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The present gradients that `load_grads` writes into; it leaves the others alone."""
+    bare = bare_names(module)
+    pairs = [(p.grad, saved.get(bare(name))) for name, p in module.named_parameters()]
+    return [
+        grad for grad, value in pairs if grad is not None and value is not None and _same_form(grad, value)
+    ]
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -5,29 +5,26 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from resumable_data.checkpoint import models, optimizers
+from resumable_data.checkpoint import models, optimizers, undo
 from resumable_data.checkpoint.config import check_config
+from resumable_data.checkpoint.mismatch import label
 from resumable_data.checkpoint.saveable import prepare
-from resumable_data.errors import CheckpointMismatchError, ResumableDataError
+from resumable_data.checkpoint.schedulers import check_scheduler, is_scheduler
+from resumable_data.checkpoint.schema import OWN_PLACES, SCHEMA, check_shape, refuse
+from resumable_data.checkpoint.steps import Step, run_steps
+from resumable_data.errors import CheckpointMismatchError
 from resumable_data.rng import capture_rng_state, plan_rng_restore
 from resumable_data.rng_streams import GENERATOR_TYPES
 
-SCHEMA = "ckpt.v1"
-
-_OWN_PLACES = ("model", "optimizer", "scheduler", "data")  # top-level keys; other objects go to "extra"
-_DICTS = ("state", "extra", "modes", "grads", "wiring", "rng")
-_OPTIONAL = {"grads", "wiring", "config"}  # a payload of another maker may lack them
-_KEYS = {"schema", *_OWN_PLACES, *_DICTS, "config", "wall_saved_at"}
-_PHASES = ("extra", "scheduler", "data", "optimizer", "model", "modes")  # the RNG before the models
+# What can be put back comes first, then the RNG, then plain models, which have no copy to be put back from.
+_PHASES = ("extra", "scheduler", "data", "optimizer", "hooked", "grads", "flags", "rng", "model")
 _RESERVED = ("step", "epoch", "batch_in_epoch")
-
-_Step = tuple[str, Callable[[], None], "Callable[[], None] | None"]  # name, apply, undo (None: cannot)
 
 
 def build_payload(
@@ -76,10 +73,10 @@ def collect(
     if step < 0:
         raise ValueError(f"step must be at least 0, found {step}")
     payload: dict[str, Any] = {"schema": SCHEMA}
-    for name in _OWN_PLACES:
+    for name in OWN_PLACES:
         payload[name] = _state_of(name, objects.get(name), plain=False)
     payload["extra"] = {
-        name: _state_of(name, value, plain=True) for name, value in objects.items() if name not in _OWN_PLACES
+        name: _state_of(name, value, plain=True) for name, value in objects.items() if name not in OWN_PLACES
     }
     payload["state"] = _with_reserved(state, step, payload["data"])
     modules = {name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)}
@@ -185,16 +182,15 @@ def apply_all(
 ) -> None:
     """`apply_payload` with the generators apart and a `config` to compare, unless that is None."""
     names = _override_names(override, objects)
-    _check_shape(payload)
+    check_shape(payload)
     if config is not None and "config" not in names:
-        check_config(payload["config"], config)
-    steps = _plan(payload, objects, names - {"config"})
+        check_config(payload.get("config"), config)
+    phases = _plan(payload, objects, names - {"config"})
     rng = plan_rng_restore(payload["rng"], generators=generators, strict=strict_rng)
-    late = [i for i, (_, _, undo) in enumerate(steps) if undo is None]
-    place = late[0] if late else len(steps)
-    steps.insert(place, ("rng", rng.apply, rng.undo))
-    steps.append(("rng", rng.apply, rng.undo))  # once more: hooks of modules may have drawn
-    _run(steps)
+    phases["rng"].append(Step("rng", rng.apply, rng.undo))
+    # objects that draw while they are set, and then fail, must not move the streams either
+    first = Step("rng", lambda: None, rng.undo)
+    run_steps([first, *(step for key in _PHASES for step in phases[key])])
 
 
 def _override_names(override: Iterable[str], objects: Mapping[str, Any]) -> set[str]:
@@ -212,41 +208,26 @@ def _takes_override(value: Any) -> bool:
     return callable(check) and "override" in inspect.signature(check).parameters
 
 
-def _check_shape(payload: Any) -> None:
-    found = payload.get("schema") if isinstance(payload, Mapping) else type(payload).__name__
-    if found != SCHEMA:
-        raise CheckpointMismatchError(
-            f"The payload's schema is {str(found)[:80]!r}, this version reads {SCHEMA!r}; load it with the "
-            "version that wrote it",
-            expected=SCHEMA,
-            found=found,
-        )
-    if not payload.keys() <= _KEYS or not payload.keys() >= _KEYS - _OPTIONAL:
-        differing = sorted(map(str, payload.keys() ^ _KEYS))
-        raise CheckpointMismatchError(
-            f"The payload's keys differ from {SCHEMA}'s in {differing}", found=differing
-        )
-    for key in _DICTS:
-        if not isinstance(payload.get(key, {}), Mapping):
-            raise CheckpointMismatchError(
-                f"The payload's {key!r} is a {type(payload[key]).__name__}, not a dict"
-            )
-
-
 # ── validate, then set ───────────────────────────────────────────────────────────────────────────────
 
 
-def _plan(payload: Mapping[str, Any], objects: Mapping[str, Any], override: set[str]) -> list[_Step]:
-    """Check each object; the steps that set them, in the order of `_PHASES`."""
-    phases: dict[str, list[_Step]] = {key: [] for key in _PHASES}
-    held = {name: payload[name] for name in _OWN_PLACES if payload[name] is not None} | payload["extra"]
+_Phases = dict[str, list[Step]]
+
+
+def _plan(payload: Mapping[str, Any], objects: Mapping[str, Any], override: set[str]) -> _Phases:
+    """Check each object; the steps that set them, by phase."""
+    phases: _Phases = {key: [] for key in _PHASES}
+    held = {name: payload[name] for name in OWN_PLACES if payload[name] is not None} | payload["extra"]
     modules = {name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)}
     for name, value in objects.items():
         if value is None:
             continue
         if name not in held:
             raise CheckpointMismatchError(
-                f"{name}: not in the file, which holds {sorted(held)}", expected=name, found=sorted(held)
+                f"{name}: not in the file, which holds {sorted(map(label, held))}. Nothing was changed. Leave "
+                "it out of the objects and set it up yourself, or start another directory.",
+                expected=name,
+                found=sorted(held),
             )
         saved = held[name]
         if "wiring" in payload:
@@ -259,28 +240,28 @@ def _plan(payload: Mapping[str, Any], objects: Mapping[str, Any], override: set[
                 optimizers.check_places(name, value, _wired(payload, "places").get(name), modules)
             phases["optimizer"].append(_optimizer_step(name, value, saved))
         elif callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
-            is_scheduler = isinstance(value, (LRScheduler, torch.amp.GradScaler)) or name == "scheduler"
-            if is_scheduler:
-                optimizers.check_dict_state(name, value.state_dict(), saved)
-            phase = "data" if name == "data" else "scheduler" if is_scheduler else "extra"
+            scheduler = is_scheduler(name, value)
+            if scheduler:
+                check_scheduler(name, value, saved)
+            phase = "data" if name == "data" else "scheduler" if scheduler else "extra"
             phases[phase].append(_object_step(name, value, saved, override))
-        elif name in _OWN_PLACES:
+        elif name in OWN_PLACES:
             raise TypeError(f"objects[{name!r}] is a {type(value).__name__} without load_state_dict")
-    return [step for steps in phases.values() for step in steps]
+    return phases
 
 
 def _wired(payload: Mapping[str, Any], part: str) -> Mapping[str, Any]:
-    found = payload["wiring"].get(part)
+    found: Any = payload["wiring"].get(part)
     if not isinstance(found, Mapping):
-        raise CheckpointMismatchError(f"The payload's 'wiring' has no {part!r}")
-    return found
+        refuse("wiring", f"without {part!r}", "the parts classes, frozen and places")
+    return dict(found)
 
 
 def _check_class(name: str, value: Any, saved: Any) -> None:
     current = type(value).__name__
     if saved != current and isinstance(value, (torch.optim.Optimizer, LRScheduler)):
         raise CheckpointMismatchError(
-            f"{name}: the file's is a {saved}, this one a {current}. Nothing was changed. Use the class that "
+            f"{name}: the file's is a {label(saved)}, this one a {current}. Nothing was changed. Use the class that "
             "was saved, or start another directory.",
             expected=current,
             found=saved,
@@ -288,11 +269,11 @@ def _check_class(name: str, value: Any, saved: Any) -> None:
 
 
 def _plan_module(
-    name: str, module: torch.nn.Module, saved: Any, payload: Mapping[str, Any], phases: dict[str, list[_Step]]
+    name: str, module: torch.nn.Module, saved: Any, payload: Mapping[str, Any], phases: _Phases
 ) -> None:
     grads = payload.get("grads", {})
     if name == "model":
-        own = {key: grad for key, grad in grads.items() if not str(key).startswith(".")}
+        own = {key: grad for key, grad in grads.items() if not key.startswith(".")}
     else:
         own = grads.get(_others_grads(name), {})
     modes = payload["modes"].get(name)
@@ -303,27 +284,35 @@ def _plan_module(
     frozen: Any = _wired(payload, "frozen").get(name) if "wiring" in payload else frozen_before
     models.check_frozen(name, module, frozen)
 
-    def load() -> None:
-        models.load_module(module, saved)
-        models.load_grads(module, own)
-
-    phases["model"].append((name, load, None))
-
     def set_flags(modes: Mapping[str, bool], frozen: list[str]) -> None:
         models.load_modes(module, modes)
         models.load_frozen(module, set(frozen))
 
-    flags = f"{name}'s training flags"
-    phases["modes"].append(
-        (flags, lambda: set_flags(modes, frozen), lambda: set_flags(modes_before, frozen_before))
+    def load() -> None:
+        models.load_module(module, saved)
+
+    if undo.loads_plainly(module):
+        phases["model"].append(Step(name, load, None))
+    else:
+        phases["hooked"].append(Step(name, load, undo.module_undo(module)))
+    back = undo.grads_undo(module, models.written_grads(module, own))
+    phases["grads"].append(Step(f"{name}'s gradients", lambda: models.load_grads(module, own), back))
+    phases["flags"].append(
+        Step(
+            f"{name}'s training flags",
+            lambda: set_flags(modes, frozen),
+            lambda: set_flags(modes_before, frozen_before),
+        )
     )
 
 
-def _optimizer_step(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> _Step:
-    return name, lambda: optimizers.load_optimizer(optimizer, saved), optimizers.optimizer_undo(optimizer)
+def _optimizer_step(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> Step:
+    return Step(
+        name, lambda: optimizers.load_optimizer(name, optimizer, saved), undo.optimizer_undo(optimizer)
+    )
 
 
-def _object_step(name: str, value: Any, saved: Any, override: set[str]) -> _Step:
+def _object_step(name: str, value: Any, saved: Any, override: set[str]) -> Step:
     """Check by the object's own means, if it has any; it is put back from a snapshot."""
     options: dict[str, Any] = {"override": override} if override and _takes_override(value) else {}
     check = getattr(value, "check_state_dict", None)
@@ -338,38 +327,4 @@ def _object_step(name: str, value: Any, saved: Any, override: set[str]) -> _Step
         if not unchanged_empty:  # a disabled GradScaler refuses its own empty state
             value.load_state_dict(own, **options)
 
-    return name, load, lambda: _drop(value.load_state_dict(snapshot))
-
-
-def _run(steps: list[_Step]) -> None:
-    begun: list[_Step] = []
-    try:
-        for step in steps:
-            begun.append(step)
-            step[1]()
-    except BaseException as error:
-        lost = _put_back(begun)
-        if not isinstance(error, Exception) or (isinstance(error, ResumableDataError) and not lost):
-            raise
-        outcome = f"could not be put back: {', '.join(lost)}" if lost else "everything was put back"
-        raise CheckpointMismatchError(
-            f"{begun[-1][0]}: setting its state failed ({type(error).__name__}: {error}); {outcome}. "
-            + ("Build these objects anew before training on." if lost else "Build it as when it was saved.")
-        ) from error
-
-
-def _put_back(steps: list[_Step]) -> list[str]:
-    lost = []
-    for name, _, undo in reversed(steps):
-        if undo is None:
-            lost.append(name)
-            continue
-        try:
-            undo()
-        except Exception as error:  # noqa: BLE001 - the others must still be put back; the caller names it
-            lost.append(f"{name} ({type(error).__name__}: {error})")
-    return lost
-
-
-def _drop(_: object) -> None:
-    """Turn a call that gives something into one that gives nothing."""
+    return Step(name, load, lambda: value.load_state_dict(snapshot))
