@@ -1,139 +1,131 @@
-"""SIGKILL of a process that saves without pause: at random moments, and at each kind of moment by name."""
+"""SIGKILL of processes that save without pause: at random moments, and before every single call of a save."""
 
+import logging
 import os
 import random
+import re
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+from collections import Counter
 
 import pytest
-import torch
-from checkpoint.helpers import debris, names
+from support.checkpoints import LAYOUTS, seen
+from support.forked import KEEP, Parent
 
-from resumable_data.checkpoint import CheckpointManager
-
-ROOT = Path(__file__).parents[2]
-
-# Saves step after step, each a function of its number. With a third argument the process kills itself at
-# the n-th call of the named kind after so many saves.
-SAVER = """
-import os, signal, sys
-import torch
-from resumable_data.checkpoint import CheckpointManager
-from resumable_data.checkpoint.fsops import FsOps
-
-class Deadly(FsOps):
-    left = int(sys.argv[4]) if len(sys.argv) > 3 else -1
-    def __getattribute__(self, name):
-        if len(sys.argv) > 3 and name == sys.argv[3] and saved >= int(sys.argv[2]):
-            if Deadly.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            Deadly.left -= 1
-        return super().__getattribute__(name)
-
-saved = 0
-manager = CheckpointManager(sys.argv[1], keep_last=2)
-manager._ops = Deadly()
-found = manager.restore({})
-step = found.step if found else 0
-print("ready", flush=True)
-while True:
-    step += 1
-    manager.save(step, {"value": torch.full((50_000,), float(step)), "list": [step] * 10})
-    saved += 1
-    print(step, flush=True)
-"""
-
-
-def start(directory, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(directory), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-
-
-def check(directory, reported):
-    """The newest checkpoint is whole and no older than the last save that returned."""
-    with CheckpointManager(directory, keep_last=2) as manager:
-        found = manager.restore({})
-        step = 0 if found is None else found.step
-        assert step >= reported
-        if found is not None:
-            assert found.skipped == ()
-            assert torch.equal(found.extra["value"], torch.full((50_000,), float(step)))
-            assert found.extra["list"] == [step] * 10
-        manager.save(step + 1, {"value": torch.full((50_000,), float(step + 1)), "list": [step + 1] * 10})
-    assert debris(directory) == []
-    files = [name for name in names(directory) if name.startswith("step_")]
-    stems = {name.rpartition(".")[0] for name in files}
-    assert sorted(files) == sorted(f"{stem}.{kind}" for stem in stems for kind in ("pt", "json"))
-    return step + 1
-
-
-def test_killed_at_random_moments_of_a_save_loop(tmp_path):
-    draw = random.Random(5)
-    step = 0
-    for _ in range(6):
-        process = start(tmp_path)
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(draw.uniform(0.0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        lines = process.communicate()[0].split()
-        assert process.returncode == -signal.SIGKILL
-        step = check(tmp_path, int(lines[-1]) if lines else step)
-    assert step >= 6
-
-
-# One save calls: listdir (sweep, sweep, names), open+write+fsync+close twice, rename, dirsync, rename,
-# dirsync, then the pointer's, then for each pruned one rename, unlink, unlink, and a dirsync.
-MOMENTS = {
-    "in the very first save, before its temp": (0, "open", 1),
-    "in the very first save, while writing": (0, "fsync", 0),
-    "in the very first save, before the index's rename": (0, "rename", 0),
-    "between the two renames of the very first save": (0, "rename", 1),
-    "between the two renames": (3, "rename", 1),
-    "before the commit is durable": (3, "dirsync", 1),
-    "between commit and pointer": (3, "rename", 2),
-    "before the tombstone": (3, "rename", 3),
-    "between tombstone and deletion": (3, "unlink", 0),
-    "between the deletion of data and index": (3, "unlink", 1),
+#: What the savers do, and how long they live at most, in seconds.
+STYLES = {
+    "single": ({"layout": "single"}, 0.06),
+    "sharded": ({"layout": "sharded"}, 0.08),
+    "single, slow prune": ({"layout": "single", "slow": True}, 0.1),
+    "sharded, slow prune": ({"layout": "sharded", "slow": True}, 0.15),
+    "single, without fsync": ({"layout": "single", "durability": "process"}, 0.04),
+    "sharded, without fsync": ({"layout": "sharded", "durability": "process"}, 0.05),
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_at_a_named_moment(tmp_path, moment):
-    process = start(tmp_path, *MOMENTS[moment])
-    lines = process.communicate(timeout=60)[0].split()
-    assert process.returncode == -signal.SIGKILL
-    saves = MOMENTS[moment][0]
-    assert lines == ["ready", *map(str, range(1, saves + 1))]
-    committed = CheckpointManager(tmp_path).load_latest()
-    if moment in ("between the two renames", "between the two renames of the very first save"):
-        assert any(name.endswith(".tmp") for name in names(tmp_path))  # the debris that `check` wants gone
-        assert (committed.step if committed else 0) == saves
-    if moment in ("between commit and pointer", "between tombstone and deletion"):
-        assert committed.step == saves + 1
-    check(tmp_path, saves)
+@pytest.fixture(scope="module")
+def parent():
+    with Parent() as started:
+        yield started
 
 
-def test_a_reader_beside_a_writer_never_fails(tmp_path):
-    process = start(tmp_path)
+def check(answer):
+    """What loads is whole and no older than the last save that returned; the next save tidies up."""
+    assert answer["error"] is None, answer["error"]
+    reported = int(answer["reported"][-1]) if answer["reported"] else 0
+    found = answer["found"]
+    assert (found[0] if found else 0) >= reported
+    assert found is None or found[0] == found[1]
+    assert answer["skipped"] == answer["damaged"] == []
+    assert answer["whole"] >= min(KEEP, reported)
+    assert answer["after"] == answer["wanted"]
+    assert answer["debris"] == []
+    return answer
+
+
+def moment(answer):
+    """Where the kill fell, by what it has left."""
+    left = answer["left"]
+    stems = {
+        re.sub(r"\.(pt|json)$", "", name) for name in left if re.fullmatch(r"step_\d+(\.pt|\.json)?", name)
+    }
+    lone = [stem for stem in stems if f"{stem}.json" in left and f"{stem}.pt" not in left]
+    if any(name.endswith(".dead") for name in left):
+        return "in a prune"
+    if any(".tmp/" in name or (name.endswith(".tmp") and not name.startswith(".latest")) for name in left):
+        return "with the index in place and not the data" if lone else "while writing"
+    if any(name.startswith(".latest") for name in left):
+        return "between commit and pointer"
+    if not stems:
+        return "before anything was written"
+    return "in a prune" if lone else "between two saves"
+
+
+def killed_at_random(parent, tmp_path, style, rounds, seed):
+    request, longest = STYLES[style]
+    draw = random.Random(f"{seed} {style}")
+    moments, newest = Counter(), 0
+    for number in range(rounds):
+        # every fourth one begins in an empty directory and dies young: in its very first save
+        first = number % 4 == 0
+        directory = tmp_path / (f"first-{number}" if first else "run")
+        delay = draw.uniform(0, longest / 3 if first else longest)
+        answer = check(parent.ask(do="kill", directory=str(directory), delay=delay, **request))
+        assert answer["status"] == -signal.SIGKILL
+        moments[moment(answer)] += 1
+        if not first:
+            assert answer["after"][0] > newest
+            newest = answer["after"][0]
+    print(f"{rounds} kills, 0 unreadable: {style}:", dict(moments.most_common()))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_killed_at_random_moments_of_a_save_loop(parent, tmp_path, style):
+    killed_at_random(parent, tmp_path, style, 30, seed=5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("style", STYLES)
+def test_killed_at_random_moments_all_night(parent, tmp_path, style, seed):
+    killed_at_random(parent, tmp_path, style, 84, seed=seed)
+
+
+@pytest.mark.parametrize("saves", [0, 3], ids=["the very first save", "a save that prunes"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_before_each_call_of_a_save(parent, tmp_path, layout, saves):
+    moments, newer = Counter(), []
+    for call in range(100):
+        directory = tmp_path / str(call)
+        answer = check(parent.ask(do="kill", directory=str(directory), layout=layout, at=[saves, call]))
+        if answer["status"] == 0:  # the save has fewer calls
+            break
+        assert answer["status"] == -signal.SIGKILL
+        assert answer["reported"] == [str(step + 1) for step in range(saves)]
+        moments[moment(answer)] += 1
+        newer.append((answer["found"] or [0])[0])
+    print(f"{call} kills, 0 unreadable: before each call of save {saves + 1}, {layout}:", dict(moments))
+    # the old one up to the commit, from then on the new one
+    assert newer == sorted(newer)
+    assert set(newer) == {saves, saves + 1}
+    assert {"while writing", "between commit and pointer"} <= moments.keys()
+    assert ("in a prune" in moments) == (saves == 3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_reader_beside_a_writer_never_fails(parent, tmp_path, caplog, layout):
+    caplog.set_level(logging.ERROR, logger="resumable_data")
+    writer = parent.ask(do="start", directory=str(tmp_path), layout=layout)
     try:
-        assert process.stdout.readline() == "ready\n"
-        assert process.stdout.readline() == "1\n"
-        seen = set()
-        until = time.monotonic() + 3
-        while time.monotonic() < until:
-            found = CheckpointManager(tmp_path).load_latest()
-            assert found.skipped == ()
-            assert found.extra["value"][0] == found.step
-            seen.add(found.step)
+        steps = []
+        while len(steps) < 500:
+            found, skipped = seen(tmp_path)
+            assert skipped == ()
+            if found is not None:
+                assert found[0] == found[1]
+                steps.append(found[0])
+        os.kill(writer, 0)  # it is alive
     finally:
-        process.kill()
-        process.communicate()
-    assert len(seen) > 3
-    assert os.waitstatus_to_exitcode(signal.SIGKILL) == process.returncode
+        answer = parent.ask(do="stop")
+    assert answer["status"] == -signal.SIGKILL
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 10
