@@ -246,9 +246,10 @@ class CheckpointManager:
         arguments.check_reason(reason)
         if not self.enabled:
             return
-        entry = transfer.select(self._store(), step)
+        store = self._store()
+        with named_errors(self.directory):
+            entry = transfer.select(store, step)
         with self._writer.turn(self._ops), named_errors(self.directory):
-            store = self._store()
             store.mark_bad(entry, reason)
             self._ledger.forget(entry.name)
             newest = self._newest(store)
@@ -278,7 +279,8 @@ class CheckpointManager:
         """
         if not self.enabled:
             return None
-        return transfer.copy_to(self._store(), Path(directory).absolute(), step)
+        with named_errors(self.directory):
+            return transfer.copy_to(self._store(), Path(directory).absolute(), step)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────
 
