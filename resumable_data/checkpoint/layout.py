@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -21,6 +22,7 @@ INDEX = "index.json"
 MAX_SHARDS = 1000
 MAX_INDEX_BYTES = 1_000_000
 MAX_STEP = 10**12 - 1  # what twelve digits hold
+_REMEMBERED = 4096  # bytes of an index up to which what it says is remembered, by all of its bytes
 _LONGEST_REASON = 2000  # characters of a mark's reason
 _METRIC_BITS = 1023  # of an int that a float can hold too
 
@@ -236,6 +238,13 @@ def parse_index(
         CheckpointSecurityError: A file name in it that is no data file's, or no valid signature under the key.
         CheckpointMismatchError: An intact index of a newer schema.
     """
+    place = (name, step, generation, sharded, hmac_key)
+    return _parse_known(data, *place) if len(data) <= _REMEMBERED else _parse(data, *place)
+
+
+def _parse(
+    data: bytes, name: str, step: int, generation: int, sharded: bool, hmac_key: bytes | None
+) -> Index:
     content = _parse_canonical(data, name)
     found = content.pop("index_sha256", None)
     wanted = hashlib.sha256(canonical(content)).hexdigest()
@@ -250,12 +259,15 @@ def parse_index(
     if content.keys() | {"index_sha256"} != _REQUIRED:
         _corrupt(name, "keys", sorted(content), sorted(_REQUIRED))
     index = _to_index(content, name)
-    place = (index.step, index.generation, index.layout)
+    place = index.step, index.generation, index.layout
     expected = (step, generation, "sharded" if sharded else "single")
     if place != expected:
         _corrupt(name, "step, generation and layout", place, f"{expected}, as its place says")
     _check_files(index, name)
     return index
+
+
+_parse_known = functools.lru_cache(maxsize=64)(_parse)  # every save looks through the same few again
 
 
 def _check_signature(content: Mapping[str, Any], found: Any, key: bytes, name: str) -> None:
