@@ -201,8 +201,10 @@ class Store:
             return None
         try:
             return self.load(entry)
-        except CheckpointNotFoundError:
-            return None  # pruned since it was listed
+        except CheckpointNotFoundError as error:
+            if self._is_there(entry.name):  # pruning takes all of it away at once: a part of it is missing
+                skipped.append((Skipped(path, f"not all of it is there: {error}"), error))
+            return None
         except _DAMAGE as error:
             skipped.append((Skipped(path, str(error)), error))
             return None
