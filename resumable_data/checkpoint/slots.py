@@ -64,7 +64,7 @@ class Place:
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is a class of torch's itself, whose state is known."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def own_differences(kind: str, saved: Mapping[Any, Any], place: Place) -> list[str]:

@@ -1,5 +1,4 @@
 import copy
-import io
 import math
 
 import numpy as np
@@ -8,31 +7,10 @@ import torch
 from torch.optim import lr_scheduler
 
 from checkpoint.helpers import FakeLoader, Run
+from checkpoint.payloads import del_at, picture, set_at, through_a_file, whole
 from resumable_data.checkpoint import apply_payload, build_payload
 from resumable_data.errors import CheckpointMismatchError, RNGRestoreError, StateMismatchError
 from resumable_data.rng import capture_rng_state
-
-
-def through_a_file(payload):
-    buffer = io.BytesIO()
-    torch.save(payload, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-def picture(value):
-    """Everything of a state as text, bit by bit."""
-    if isinstance(value, torch.Tensor):
-        return [str(value.dtype), list(value.shape), value.detach().flatten().view(-1).tolist()]
-    if isinstance(value, dict):
-        return {str(key): picture(item) for key, item in value.items() if key != "wall_saved_at"}
-    if isinstance(value, (list, tuple)):
-        return [picture(item) for item in value]
-    return repr(value)
-
-
-def whole(objects, step=0):
-    return picture(build_payload(objects, step=step))
 
 
 def test_the_shape_of_a_payload():
@@ -185,29 +163,6 @@ def test_fewer_objects_are_fine_and_missing_ones_are_not():
 
 
 # ── validated exactly ────────────────────────────────────────────────────────────────────────────────
-
-
-def edit(payload, *path):
-    *parents, last = path
-    for key in parents:
-        payload = payload[key]
-    return payload, last
-
-
-def set_at(*path, value):
-    def change(payload):
-        place, last = edit(payload, *path)
-        place[last] = value(place[last]) if callable(value) else value
-
-    return change
-
-
-def del_at(*path):
-    def change(payload):
-        place, last = edit(payload, *path)
-        del place[last]
-
-    return change
 
 
 MISMATCHES = {
