@@ -87,6 +87,7 @@ FLOORS: list[list[str]] = [
         "checkpoint.staging",
         "checkpoint.background",
         "checkpoint.writer",
+        "checkpoint.session",
         "checkpoint.transfer",
         "checkpoint.distributed",
         "checkpoint.manager",

@@ -82,7 +82,7 @@ LOADER_READ_ONLY = [
 
 MANAGER = (
     "directory, *, every_steps=500, keep_last=3, keep_best=None, enabled=True, shards=None, "
-    "durability='full', hmac_key=None, config=None, generators=None"
+    "durability='full', hmac_key=None, config=None, generators=None, when_busy='wait'"
 )
 MANAGER_METHODS = {
     "best_path": "",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,23 +10,24 @@ from typing import Any
 
 from resumable_data.checkpoint import arguments, layout, pruning, transfer
 from resumable_data.checkpoint.atomic import named_errors
+from resumable_data.checkpoint.background import Background
 from resumable_data.checkpoint.committing import Form
 from resumable_data.checkpoint.fsops import FS, FsOps
 from resumable_data.checkpoint.payload import apply_all, collect
 from resumable_data.checkpoint.retention import Policy
 from resumable_data.checkpoint.saveable import prepare
-from resumable_data.checkpoint.store import Entry, Loaded, Store
+from resumable_data.checkpoint.session import Session, newest
+from resumable_data.checkpoint.staging import Staging
+from resumable_data.checkpoint.store import Loaded, Store
 from resumable_data.checkpoint.transfer import FoundCheckpoint, Report, Which
-from resumable_data.checkpoint.writer import Writer
-from resumable_data.errors import CheckpointError
 
 
 class CheckpointManager:
     """Saves a run into a directory and finds the newest checkpoint that is whole.
 
-    A save is durable when it returns, and nothing committed is ever overwritten. One process writes a
-    directory at a time; managers of one process share the right. It is taken at the first save and given
-    back by `close`. Reading needs no right and changes nothing on the disk.
+    A save is durable when it returns (unless it runs in the background), and nothing committed is ever
+    overwritten. One process writes a directory at a time; managers of one process share the right. It is
+    taken at the first save and given back by `close`. Reading needs no right and changes nothing on the disk.
 
     Args:
         directory: Created with its parents at the first save.
@@ -43,6 +42,8 @@ class CheckpointManager:
         hmac_key: At least 16 bytes that sign every index; a checkpoint without the signature is refused.
         config: Plain values that must be the same when the run resumes; saved with it, compared unless None.
         generators: RNGs besides the global ones, captured and restored: see `capture_rng_state`.
+        when_busy: What ``save(..., blocking=False)`` does while an earlier one still runs: ``"wait"`` for it,
+            or ``"skip"`` this one, with a warning in the log.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -62,6 +63,7 @@ class CheckpointManager:
         hmac_key: bytes | None = None,
         config: Any = None,
         generators: Mapping[str, Any] | None = None,
+        when_busy: str = "wait",
     ) -> None:
         arguments.check_count("every_steps", every_steps)
         if keep_last is not None:
@@ -71,20 +73,20 @@ class CheckpointManager:
         arguments.check_shards(shards)
         arguments.check_choice("durability", durability, ("full", "process"))
         arguments.check_key(hmac_key)
+        arguments.check_choice("when_busy", when_busy, ("wait", "skip"))
         self.directory = Path(directory).absolute()  # the program may change its directory
         self.every_steps = every_steps
         self.keep_last = keep_last
         self.keep_best = None if keep_best is None else (keep_best[0], keep_best[1])
         self.enabled = enabled
+        self.when_busy = when_busy
         self._form = Form(shards, durability, hmac_key)
         self._config = config
         self._generators = generators
         self._ops: FsOps = FS
-        self._writer = Writer(self.directory)
-        self._ledger = pruning.Ledger()
-        self._run: tuple[str, int] | None = None  # id and ordinal, once begun or continued
-        self._resumed: str | None = None  # name of the checkpoint that the run went on from
-        self._last: layout.Index | None = None  # of the newest checkpoint of this run
+        self._session = Session(self.directory)
+        self._background = Background()
+        self._staging = Staging()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -127,60 +129,40 @@ class CheckpointManager:
             objects: As for `build_payload`.
             state: The caller's own values, as for `build_payload`.
             metrics: Numbers by name, for the index; those not finite are kept as null.
-            blocking: True.
+            blocking: False returns once everything is copied aside, as it was at the call; a thread commits it,
+                one at a time. Its error is raised, once, by the next call that writes, loads or verifies.
 
         Returns:
-            The data file, or the directory of a sharded checkpoint; None when disabled.
+            The data file, or the directory of a sharded checkpoint, or where it will be; None when disabled,
+            or when skipped.
 
         Raises:
             TypeError: Something that cannot be saved, by its key path; no file has been made.
             CheckpointWriteError: The save failed, or another process writes here; nothing was committed and
                 the older checkpoints are as they were. Its errno is set.
         """
-        if blocking is not True:
-            raise NotImplementedError("blocking=False is not available yet; leave it out")
+        arguments.check_flag("blocking", blocking)
         number = arguments.check_step(step)
         clean = layout.clean_metrics(metrics)
         if not self.enabled:
             return None
-        payload = prepare(collect(objects, number, state, self._config, self._generators))
-        return self._write(payload, number, clean)
 
-    def _write(self, payload: Any, step: int, metrics: Mapping[str, int | float | None]) -> Path:
-        with self._writer.turn(self._ops):
-            store = self._store()
-            with named_errors(self.directory):
-                store.sweep()
-                index = self._commit(store, payload, step, metrics)
-            self._after_commit(store, index)
-        return self.directory / index.name
+        def collected() -> Any:
+            return prepare(collect(objects, number, state, self._config, self._generators))
 
-    def _commit(
-        self, store: Store, payload: Any, step: int, metrics: Mapping[str, int | float | None]
-    ) -> layout.Index:
-        run = self._run
-        if run is None or (self._last is not None and step < self._last.step):
-            run = secrets.token_hex(16), store.largest_ordinal() + 1
-        generation = max(store.generations(step, store.names()), default=-1) + 1
-        entry = store.commit(payload, layout.Stamp(*run, step, generation, metrics))
-        if entry.index is None:  # the store gives what it has written
-            raise CheckpointError(f"{entry.name}: committed without an index")
-        self._run = run
-        self._last = entry.index
-        self._ledger.enter(entry.index, store.seen(entry))
-        return entry.index
+        store = self._store()
+        if blocking:
+            self._background.settle()
+            return self._session.save(store, self._policy, collected(), number, clean)
+        announced: list[Path] = []
 
-    def _after_commit(self, store: Store, index: layout.Index) -> None:
-        """The pointer, then pruning. A failure here undoes no commit: it is a warning, not an error."""
-        try:
-            store.point_to(index)
-            if self.keep_last is not None or index.generation:
-                self._prune(store)
-        except (OSError, CheckpointError) as error:
-            warnings.warn(
-                f"The checkpoint of step {index.step} is committed, but tidying up after it failed: {error}",
-                stacklevel=4,
-            )
+        def stage() -> Callable[[], object]:
+            payload = self._staging.copy(collected())
+            announced.append(self._session.announce(store, number))
+            return lambda: self._session.save(store, self._policy, payload, number, clean)
+
+        begun = self._background.submit(stage, f"the checkpoint of step {number}", self.when_busy)
+        return announced[0] if begun else None
 
     def finish(
         self,
@@ -197,13 +179,10 @@ class CheckpointManager:
             The data file or directory of the step, or None when disabled.
         """
         number = arguments.check_step(step)
-        if self.enabled and self._last is not None and number == self._last.step:
-            store = self._store()
-            name = self._last.name
-            if any(
-                e.name == name and e.marked is None and self._ledger.holds(store, e) for e in store.entries()
-            ):
-                return self.directory / name
+        self._background.settle()
+        there = self._session.saved(self._store(), number) if self.enabled else None
+        if there is not None:
+            return there
         return self.save(step, objects, state=state, metrics=metrics, blocking=blocking)
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────────────
@@ -214,16 +193,9 @@ class CheckpointManager:
         Raises:
             CheckpointWriteError: Another process writes here, or a file cannot be deleted.
         """
+        self._background.settle()
         if self.enabled and self.directory.is_dir():
-            with self._writer.turn(self._ops), named_errors(self.directory):
-                store = self._store()
-                self._prune(store)
-                store.sync()
-
-    def _prune(self, store: Store) -> None:
-        last = None if self._last is None else self._last.name
-        held = {name for name in (self._resumed, last) if name is not None}
-        pruning.prune(store, self._ledger, self._policy, held)
+            self._session.prune(self._store(), self._policy)
 
     @property
     def _policy(self) -> Policy:
@@ -246,15 +218,11 @@ class CheckpointManager:
         arguments.check_reason(reason)
         if not self.enabled:
             return
+        self._background.settle()
         store = self._store()
         with named_errors(self.directory):
             entry = transfer.select(store, step)
-        with self._writer.turn(self._ops), named_errors(self.directory):
-            store.mark_bad(entry, reason)
-            self._ledger.forget(entry.name)
-            newest = self._newest(store)
-            if newest is not None and newest.index is not None:
-                store.point_to(newest.index)
+        self._session.mark_bad(store, entry, reason)
 
     def copy_to(self, directory: str | os.PathLike[str], step: Which | None = None) -> Path | None:
         """Copy a checkpoint into another directory, bytes and names unchanged, by the protocol of a save.
@@ -279,6 +247,7 @@ class CheckpointManager:
         """
         if not self.enabled:
             return None
+        self._background.settle()
         with named_errors(self.directory):
             return transfer.copy_to(self._store(), Path(directory).absolute(), step)
 
@@ -286,12 +255,8 @@ class CheckpointManager:
 
     def latest_path(self) -> Path | None:
         """Where the newest committed checkpoint is that is not marked as bad; None where none is; not verified."""
-        entry = self._newest(self._store())
-        return None if entry is None else self.directory / entry.name
-
-    def _newest(self, store: Store) -> Entry | None:
-        usable = (entry for entry in store.entries() if entry.index is not None and entry.marked is None)
-        return next(usable, None)
+        index = newest(self._store())
+        return None if index is None else self.directory / index.name
 
     def best_path(self) -> Path | None:
         """Where the best checkpoint is, by the metric of `keep_best`; None where none has it; not verified.
@@ -305,6 +270,7 @@ class CheckpointManager:
             raise ValueError(
                 "best_path needs keep_best, such as CheckpointManager(..., keep_best=('loss', 'min'))"
             )
+        self._background.settle()
         entry = pruning.best(self._store(), self._policy)
         return None if entry is None else self.directory / entry.name
 
@@ -323,7 +289,8 @@ class CheckpointManager:
             CheckpointNotFoundError: The one asked for is not there.
             CheckpointMismatchError: The directory was written by a newer version.
         """
-        return transfer.verify(self._store(), self._ledger, step)
+        self._background.settle()
+        return transfer.verify(self._store(), self._session.ledger, step)
 
     def load_latest(self) -> FoundCheckpoint | None:
         """The newest checkpoint that is whole, read and not applied; None where there is none at all.
@@ -333,6 +300,7 @@ class CheckpointManager:
             CheckpointSecurityError: Likewise, where each was refused as unsafe.
             CheckpointMismatchError: The directory was written by a newer version.
         """
+        self._background.settle()
         loaded = self._store().newest_good()
         return None if loaded is None else self._found(loaded)
 
@@ -358,27 +326,34 @@ class CheckpointManager:
             CheckpointSecurityError: Likewise, where each was refused as unsafe.
             StateMismatchError, RNGRestoreError: From the loader and the RNG, unchanged.
         """
+        self._background.settle()
         loaded = self._store().newest_good()
         if loaded is None:
             return None
         found = self._found(loaded)
         apply_all(loaded.payload, objects, override, strict_rng, self._config, self._generators)
-        self._run = (loaded.index.run_id, loaded.index.run_ordinal)
-        self._resumed = loaded.index.name
-        self._last = loaded.index
+        self._session.resume(loaded.index)
         return found
 
     def _found(self, loaded: Loaded) -> FoundCheckpoint:
-        self._ledger.enter(loaded.index, loaded.seen)
+        self._session.ledger.enter(loaded.index, loaded.seen)
         return transfer.found(loaded, self.directory)
 
     def close(self) -> None:
-        """Let other processes write; a later save asks for the right again. Twice is as good as once.
+        """End the save in flight and let other processes write; a later save asks for the right again.
 
-        It waits for a save in another thread. Called by a signal handler during one, it takes effect when
-        that save ends.
+        Twice is as good as once. It waits for a save in another thread. Called by a signal handler during a
+        save in its own, it takes effect when that ends.
+
+        Raises:
+            BaseException: What a save in the background failed with, if no call has raised it.
         """
-        self._writer.close()
+        self._background.wait()  # an interrupt here leaves it running, and the right with it
+        try:
+            self._background.raise_pending()
+        finally:
+            self._staging.release()
+            self._session.writer.close()
 
     def _store(self) -> Store:
         return Store(self.directory, self._ops, self._form)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,10 @@ class Writer:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
         self._guard = threading.RLock()  # held during a turn, and while the right is given back
         self._lock: DirectoryLock | None = None
         self._closing = False  # `close` was called by a signal handler in the midst of a turn
@@ -37,6 +42,7 @@ class Writer:
         Raises:
             CheckpointWriteError: Another process writes here, or this thread is in the midst of a turn.
         """
+        self._leave_parent()
         with self._guard:
             make_directory(self._directory, ops)
             lock = self._held_lock(ops)
@@ -62,12 +68,18 @@ class Writer:
         It waits for a turn in another thread. Called by a signal handler during one, it takes effect when
         that turn ends.
         """
+        self._leave_parent()
         with self._guard:
             lock = self._lock
             self._closing = lock is not None and lock.writer is self
             if lock is not None and not self._closing:
                 self._lock = None
                 release(lock)
+
+    def _leave_parent(self) -> None:
+        """In a fork: forget the parent's right, and a guard that a thread of the parent may hold for ever."""
+        if self._pid != os.getpid():
+            self._begin()
 
     def _held_lock(self, ops: FsOps) -> DirectoryLock:
         with named_errors(self._directory):
