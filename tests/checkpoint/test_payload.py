@@ -4,7 +4,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch.optim import lr_scheduler
 
 from checkpoint.helpers import FakeLoader, Run
 from checkpoint.payloads import del_at, picture, set_at, through_a_file, whole
@@ -331,47 +330,6 @@ def test_a_module_that_draws_while_loading_does_not_move_the_restored_streams():
 
 # ── optimizers and schedulers ────────────────────────────────────────────────────────────────────────
 
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
-    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
-    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
-    "two groups": lambda p: torch.optim.Adam([{"params": p[:1], "lr": 0.5}, {"params": p[1:]}], lr=0.1),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_goes_on_exactly(name):
-    def build(seed):
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-        return model, OPTIMIZERS[name](list(model.parameters()))
-
-    def step(model, optimizer):
-        optimizer.zero_grad()
-        model(torch.randn(5, 3)).square().sum().backward()
-        optimizer.step()
-
-    model, optimizer = build(1)
-    for _ in range(3):
-        step(model, optimizer)
-    payload = through_a_file(build_payload({"model": model, "optimizer": optimizer}, step=3))
-    step(model, optimizer)
-    other, again = build(2)
-    apply_payload(payload, {"model": other, "optimizer": again})
-    step(other, again)
-    assert picture(other.state_dict()) == picture(model.state_dict())
-    assert picture(again.state_dict()) == picture(optimizer.state_dict())
-
-
 def test_state_in_another_dtype_than_its_parameter_comes_back_exactly():
     model = torch.nn.Linear(2, 2).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -385,45 +343,6 @@ def test_state_in_another_dtype_than_its_parameter_comes_back_exactly():
     apply_payload(payload, {"optimizer": again})
     assert torch.equal(again.state[other.bias]["momentum_buffer"], value)
     assert again.state[other.bias]["mask"].dtype == torch.bool
-
-
-SCHEDULERS = {
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=20),
-    "CosineWarm": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda e: 0.9**e),
-    "Sequential": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [3]
-    ),
-    "Plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("steps", [0, 1, 4])
-def test_each_scheduler_goes_on_exactly(name, steps):
-    def build():
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
-        return optimizer, SCHEDULERS[name](optimizer)
-
-    def step(optimizer, scheduler):
-        optimizer.step()
-        scheduler.step(*([1.0] if name == "Plateau" else []))
-
-    first = build()
-    for _ in range(steps):
-        step(*first)
-    objects = {"optimizer": first[0], "scheduler": first[1]}
-    payload = through_a_file(build_payload(objects, step=0))
-    second = build()
-    apply_payload(payload, {"optimizer": second[0], "scheduler": second[1]})
-    for _ in range(5):
-        step(*first)
-        step(*second)
-        assert second[0].param_groups[0]["lr"] == first[0].param_groups[0]["lr"]
-    assert picture(second[1].state_dict()) == picture(first[1].state_dict())
 
 
 def test_a_gradient_scaler_enabled_or_not():
