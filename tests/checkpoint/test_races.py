@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import threading
 
 import pytest
@@ -232,4 +233,230 @@ def test_a_step_below_the_last_one_is_a_new_run_and_the_newest(tmp_path):
         assert manager.latest_path() == path
         save(manager, 60)
     assert CheckpointManager(tmp_path).load_latest().step == 60
+    assert debris(tmp_path) == []
+
+
+# ── saves in the background ──────────────────────────────────────────────────────────────────────────
+
+
+class Held(FsOps):
+    """Stops before its first rename until it is let go, and then perhaps fails."""
+
+    def __init__(self, code=None):
+        self.began, self.go, self.code = threading.Event(), threading.Event(), code
+
+    def rename(self, source, target):
+        self.began.set()
+        if not self.go.wait(30):
+            raise TimeoutError("nobody let it go")
+        if self.code is not None:
+            raise OSError(self.code, os.strerror(self.code))
+        super().rename(source, target)
+
+
+def begin(manager, step, value=0.0, code=None):
+    """A save in flight, in the midst of its commit; the file system that holds it."""
+    manager._ops = Held(code)
+    path = manager.save(step, {"value": torch.tensor(value)}, blocking=False)
+    assert manager._ops.began.wait(30)
+    held, manager._ops = manager._ops, FsOps()
+    return held, path
+
+
+def soon(held):
+    threading.Timer(0.1, held.go.set).start()
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_a_save_in_the_background_holds_the_values_of_its_call(tmp_path, shards):
+    model = torch.nn.Linear(3, 2)
+    losses, data = [0.5], torch.arange(6.0)
+    objects = {"model": model, "whole": data, "view": data[2:4], "losses": losses}
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    with CheckpointManager(tmp_path, shards=shards) as manager:
+        manager._ops = Held()
+        path = manager.save(1, objects, blocking=False)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+            data.zero_()
+        losses.append(0.4)
+        manager._ops.go.set()
+    found = CheckpointManager(tmp_path).load_latest()
+    assert found.path == path
+    assert all(torch.equal(value, expected[key]) for key, value in found.payload["model"].items())
+    assert found.extra["whole"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert found.extra["view"].tolist() == [2, 3]
+    assert found.extra["losses"] == [0.5]
+
+
+CALLS = {
+    "save": lambda manager: save(manager, 9),
+    "save in the background": lambda manager: manager.save(9, {}, blocking=False),
+    "finish": lambda manager: manager.finish(9, {}),
+    "restore": lambda manager: manager.restore({}),
+    "load_latest": lambda manager: manager.load_latest(),
+    "best_path": lambda manager: manager.best_path(),
+    "verify": lambda manager: manager.verify(),
+    "prune": lambda manager: manager.prune(),
+    "mark_bad": lambda manager: manager.mark_bad(1, "diverged"),
+    "copy_to": lambda manager: manager.copy_to(manager.directory.with_name("copy")),
+    "close": lambda manager: manager.close(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_each_call_waits_for_the_save_in_flight_and_raises_its_error_once(tmp_path, call):
+    manager = CheckpointManager(tmp_path / "run", keep_best=("loss", "min"))
+    save(manager, 1)
+    held, path = begin(manager, 2)
+    soon(held)
+    call(manager)
+    assert path.exists()
+    held, path = begin(manager, 3, code=errno.ENOSPC)
+    soon(held)
+    with pytest.raises(CheckpointWriteError) as caught:
+        call(manager)
+    assert caught.value.errno == errno.ENOSPC
+    assert not path.exists()
+    call(manager)
+    assert debris(tmp_path / "run") == []
+    manager.close()
+
+
+def test_paths_and_the_cadence_do_not_wait(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        first = save(manager, 1)
+        held, second = begin(manager, 2)
+        assert manager.latest_path() == first
+        assert manager.path_for(2) == second
+        assert not manager.should_save(2)
+        assert not second.exists()
+        held.go.set()
+    assert manager.latest_path() == second
+
+
+def test_nothing_is_pruned_on_the_strength_of_an_unfinished_save(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    first = save(manager, 1)
+    held, second = begin(manager, 2, code=errno.EIO)
+    assert first.exists()
+    held.go.set()
+    with pytest.raises(CheckpointWriteError):
+        manager.prune()
+    assert first.exists()
+    held, second = begin(manager, 2)
+    held.go.set()
+    manager.prune()
+    assert not first.exists()
+    assert second.exists()
+    manager.close()
+
+
+def test_a_busy_manager_skips_if_asked_but_never_a_blocking_save_nor_the_last(tmp_path, caplog):
+    with CheckpointManager(tmp_path, when_busy="skip", keep_last=None) as manager:
+        held, _ = begin(manager, 1)
+        assert manager.save(2, {}, blocking=False) is None
+        assert "step 2 was skipped" in caplog.text
+        soon(held)
+        assert save(manager, 3).exists()
+        held, _ = begin(manager, 4)
+        soon(held)
+        last = manager.finish(5, {}, blocking=False)
+    assert last.exists()
+    assert [report.step for report in manager.verify()] == [5, 4, 3, 1]
+
+
+def test_a_step_that_is_saved_in_the_background_is_finished(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        held, path = begin(manager, 4)
+        soon(held)
+        assert manager.finish(4, {}) == path
+        second = manager.save(4, {}, blocking=False)
+    assert second.name == "step_000000000004.g1.pt"
+    assert not path.exists()
+
+
+def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(TypeError, match=r"\['extra'\]\['odd'\]"):
+            manager.save(1, {"odd": object()}, blocking=False)
+        with pytest.raises(TypeError, match="blocking"):
+            manager.save(1, {}, blocking=0)
+        assert names(tmp_path) == []
+        assert manager.save(1, {}, blocking=False).name == "step_000000000001.pt"
+
+
+def test_another_process_that_writes_is_found_at_the_call(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    ready, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        save(CheckpointManager(tmp_path), 50)
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    with pytest.raises(CheckpointWriteError, match=f"process {pid} "):
+        manager.save(3, {}, blocking=False)
+    os.write(go[1], b"x")
+    os.waitpid(pid, 0)
+    manager.close()
+    for fd in (*ready, *go):
+        os.close(fd)
+
+
+def test_a_fork_during_a_save_in_the_background_is_refused_and_does_not_hang(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        save(manager, 1)
+        held, _ = begin(manager, 2)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(20)
+                save(manager, 9)
+            except CheckpointWriteError as error:
+                manager.close()
+                code = 0 if error.errno == errno.EAGAIN and manager.load_latest().step == 1 else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        held.go.set()
+    assert manager.load_latest().step == 2
+
+
+def test_an_interrupted_close_leaves_the_save_running_and_the_right_with_it(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    held, path = begin(manager, 1)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            manager.close()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert not path.exists()
+    assert not second_process_may_write(tmp_path)
+    held.go.set()
+    manager.close()
+    assert path.exists()
+    assert second_process_may_write(tmp_path)
+
+
+def test_two_managers_of_a_process_save_in_the_background_one_after_the_other(tmp_path):
+    with (
+        CheckpointManager(tmp_path, keep_last=None) as one,
+        CheckpointManager(tmp_path, keep_last=None) as two,
+    ):
+        for step in range(1, 6):
+            one.save(step, {"who": "one"}, blocking=False)
+            two.save(step, {"who": "two"}, blocking=False)
+    reports = CheckpointManager(tmp_path).verify()
+    assert len(reports) == 10
+    assert all(report.ok for report in reports)
     assert debris(tmp_path) == []
