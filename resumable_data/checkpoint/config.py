@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from resumable_data.checkpoint.mismatch import same_bits
 from resumable_data.errors import CheckpointMismatchError
 
 
@@ -44,8 +45,5 @@ def _shown(value: Any) -> str:
 def _equal(saved: Any, current: Any) -> bool:
     """Of one type: bitwise for tensors; a nan is a nan."""
     if isinstance(saved, torch.Tensor):
-        if (saved.shape, saved.dtype) != (current.shape, current.dtype):
-            return False
-        one, other = (t.detach().cpu().contiguous().reshape(-1) for t in (saved, current))
-        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        return same_bits(saved, current)
     return bool(saved == current) or bool(saved != saved and current != current)

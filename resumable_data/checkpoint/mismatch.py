@@ -71,6 +71,16 @@ def is_finite(value: Any) -> bool:
     return -_LARGEST < value < _LARGEST if isinstance(value, int) else math.isfinite(value)
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bytes in the same shape and dtype; a NaN equals itself."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    flat, again = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(flat, again)
+
+
 def kind_of(dtype: torch.dtype) -> str:
     """complex, float or int: within a kind a value keeps its meaning in another dtype."""
     return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "int"

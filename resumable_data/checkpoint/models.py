@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from resumable_data.checkpoint.mismatch import label, raise_differences
-from resumable_data.errors import CheckpointMismatchError
+from resumable_data.checkpoint.mismatch import label, raise_differences, same_bits
 
+_ADVICE = "Build the model that was saved, or start another directory."
 _EXTRA_STATE = "_extra_state"  # what get_extra_state gave; the module's own affair, its size may change
 
 
@@ -74,9 +74,7 @@ def frozen_names(module: torch.nn.Module) -> list[str]:
 def check_module(name: str, module: torch.nn.Module, saved: Any) -> None:
     """Compare keys, shapes, dtypes and layouts exactly; CheckpointMismatchError lists what differs."""
     if not isinstance(saved, Mapping):
-        raise CheckpointMismatchError(
-            f"{name}: the file holds a {type(saved).__name__}, not a module's state"
-        )
+        raise_differences(name, [f"the file holds a {type(saved).__name__}, not a module's state"], _ADVICE)
     current = module_state(module)
     differences = [f"{key} is missing in the file" for key in current.keys() - saved.keys()]
     differences += [f"{label(key)} is only in the file" for key in saved.keys() - current.keys()]
@@ -85,7 +83,22 @@ def check_module(name: str, module: torch.nn.Module, saved: Any) -> None:
             differences += _extra_differences(key, saved[key], current[key])
         else:
             differences += _tensor_differences(key, saved[key], current[key])
-    raise_differences(name, differences, "Build the model that was saved, or start another directory.")
+    raise_differences(name, differences, _ADVICE)
+    raise_differences(name, _tie_differences(saved, current), "Untie them as at the save.")
+
+
+def _tie_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Names of one tensor here must hold one value in the file: torch would keep the last it meets."""
+    first: dict[tuple[Any, ...], str] = {}
+    found = []
+    for key, tensor in current.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        other = first.setdefault(place, key)
+        if other != key and not same_bits(saved[other], saved[key]):
+            found.append(f"{other} and {key} differ in the file and are one tensor here")
+    return found
 
 
 def _extra_differences(key: str, saved: Any, current: Any) -> list[str]:
@@ -131,19 +144,19 @@ def _shown(what: tuple[Any, ...]) -> str:
 def check_modes(name: str, module: torch.nn.Module, saved: Any) -> None:
     """The saved training flags must be of the very same submodules."""
     if not isinstance(saved, Mapping) or any(type(flag) is not bool for flag in saved.values()):
-        raise CheckpointMismatchError(f"{name}: the file holds no training flags for it")
+        raise_differences(name, ["the file holds no training flags for it"], _ADVICE)
     current = module_modes(module)
     differences = [
         f"submodule {key or '(itself)'} is missing in the file" for key in current.keys() - saved.keys()
     ]
     differences += [f"submodule {label(key)} is only in the file" for key in saved.keys() - current.keys()]
-    raise_differences(name, differences, "Build the model that was saved.")
+    raise_differences(name, differences, _ADVICE)
 
 
 def check_frozen(name: str, module: torch.nn.Module, saved: Any) -> None:
     """The saved list must name parameters of the module; DDP settled its own when it was built."""
     if type(saved) is not list or any(type(key) is not str for key in saved):
-        raise CheckpointMismatchError(f"{name}: the file does not say which of its parameters are frozen")
+        raise_differences(name, ["the file does not say which of its parameters are frozen"], _ADVICE)
     bare = bare_names(module)
     names = {bare(key) for key, _ in module.named_parameters()}
     differences = [f"frozen parameter {label(key)} is not here" for key in set(saved) - names]
@@ -156,7 +169,7 @@ def check_frozen(name: str, module: torch.nn.Module, saved: Any) -> None:
 def check_grads(name: str, module: torch.nn.Module, saved: Any) -> None:
     """Each saved gradient must fit a parameter: name, shape and dtype."""
     if not isinstance(saved, Mapping):
-        raise CheckpointMismatchError(f"{name}: its gradients are a {type(saved).__name__}, not a dict")
+        raise_differences(name, [f"its gradients are a {type(saved).__name__}, not a dict"], _ADVICE)
     bare = bare_names(module)
     parameters = {bare(key): p for key, p in module.named_parameters()}
     differences = [
@@ -164,7 +177,7 @@ def check_grads(name: str, module: torch.nn.Module, saved: Any) -> None:
     ]
     for key in saved.keys() & parameters.keys():
         differences += _tensor_differences(f"gradient {key}", saved[key], parameters[key])
-    raise_differences(name, differences, "Build the model that was saved.")
+    raise_differences(name, differences, _ADVICE)
 
 
 def load_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:

@@ -151,8 +151,13 @@ def apply_payload(
 ) -> None:
     """Set objects, training flags, gradients and RNGs to what a payload holds; all of it or nothing.
 
-    Everything is validated before anything is set: keys, shapes and dtypes exactly. Objects may be fewer
-    than the payload holds. Every rank calls it with its own payload, before any worker processes start.
+    Everything is validated before anything is set: keys, shapes and dtypes exactly, every other value by its
+    type; rates and counts must be finite. NaN in weights, gradients and moments is kept bit by bit. Objects
+    may be fewer than the payload holds. Every rank calls it with its own payload, before any worker processes
+    start.
+
+    Models whose classes or hooks load in a way of their own are copied first, to be put back if that fails;
+    plain ones come last and have no copy, so only an interrupt in that very moment leaves them half set.
 
     Args:
         payload: From `build_payload`, or read back from a checkpoint.
@@ -163,7 +168,8 @@ def apply_payload(
 
     Raises:
         CheckpointMismatchError: The payload does not fit, by object and key; or an object failed while it
-            was being set, in which case the rest was put back and what could not be is named.
+            was being set, in which case everything was put back, or what could not be is named.
+        KeyboardInterrupt: Passes on, after the same; a model that could not be put back is named in its text.
         StateMismatchError, RNGRestoreError: From the loader and the RNG, unchanged.
         ValueError: An `override` that nobody knows.
     """

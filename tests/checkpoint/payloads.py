@@ -19,7 +19,7 @@ def through_a_file(payload):
 def picture(value):
     """Everything of a state as text, bit by bit."""
     if isinstance(value, torch.Tensor):
-        return [str(value.dtype), list(value.shape), value.detach().flatten().view(-1).tolist()]
+        return [str(value.dtype), list(value.shape), repr(value.detach().flatten().tolist())]
     if isinstance(value, dict):
         return {str(key): picture(item) for key, item in value.items() if key != "wall_saved_at"}
     if isinstance(value, (list, tuple)):

@@ -406,6 +406,25 @@ def test_weights_and_moments_of_nan_come_back_bit_by_bit():
     assert torch.equal(moment[:3].view(torch.int32), bits)
 
 
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.outer.weight = self.inner.weight
+
+
+def test_one_tensor_under_two_names_takes_one_value():
+    source, target = Tied(), Tied()
+    with torch.no_grad():
+        source.inner.weight[0, 0] = math.nan
+    payload = build_payload({"model": source}, step=0)
+    apply_payload(payload, {"model": target})
+    payload["model"]["outer.weight"] = payload["model"]["outer.weight"].clone()
+    apply_payload(payload, {"model": target})
+    payload["model"]["outer.weight"][1, 1] += 1
+    refused(payload, {"model": target}, r"inner\.weight and outer\.weight differ in the file")
+
+
 def test_a_rate_may_be_an_int():
     run = Run()
     run.train(5)

@@ -29,3 +29,12 @@ def test_a_configuration_equals_itself(value):
 def test_differences_are_named(saved, current, message):
     with pytest.raises(CheckpointMismatchError, match=message):
         check_config(saved, current)
+
+
+def test_lists_that_share_lists_are_shown_in_short():
+    laughs = ["ha"]
+    for _ in range(40):
+        laughs = [laughs] * 10
+    with pytest.raises(CheckpointMismatchError, match="x was ") as caught:
+        check_config({"x": laughs}, {"x": 1})
+    assert len(str(caught.value)) < 400
