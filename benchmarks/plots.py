@@ -24,10 +24,11 @@ from _common import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "explanation" / "performance.md"
-NAMES = ("throughput", "resume", "memory", "state", "epoch_turn")
+NAMES = ("throughput", "resume", "memory", "state", "epoch_turn", "checkpoints", "small_saves")
 #: The same file from the same record: no dates, no random identifiers.
 STABLE = {"svg.hashsalt": "resumable_data", "svg.fonttype": "none", "font.size": 9.0}
 MINE = "ResumableLoader"
+OURS = (MINE, "CheckpointManager")
 
 Row = dict[str, Any]
 Lines = list[list[str]]
@@ -46,7 +47,7 @@ def spread(values: Row, digits: int = 1) -> str:
 
 def marked(text: str) -> str:
     """Ours stands out."""
-    return f"**{text}**" if text.startswith(MINE) else text
+    return f"**{text}**" if text.startswith(OURS) else text
 
 
 # -- tables -----------------------------------------------------------------------------------------
@@ -116,6 +117,25 @@ def epoch_turn_table(rows: Iterable[Row]) -> Lines:
 # -- plots ------------------------------------------------------------------------------------------
 
 
+def checkpoints_table(rows: Iterable[Row]) -> Lines:
+    """Seconds of saves and loads, and the one row in megabytes."""
+    lines = [["what", "engine", "seconds", "of the first"]]
+    for row in rows:
+        if "seconds" in row:
+            times = [spread(row["seconds"], 3), spread(row["of_base"], 3)]
+        else:
+            times = [f"{spread(row['peak_mb'])} MB", ""]
+        lines.append([row["what"], marked(row["loader"]), *times])
+    return lines
+
+
+def small_saves_table(rows: Iterable[Row]) -> Lines:
+    """Milliseconds of a small save."""
+    lines = [["engine", "ms a save of 100 KB", "times one write and fsync"]]
+    lines += [[marked(row["loader"]), spread(row["ms"], 2), spread(row["times"], 1)] for row in rows]
+    return lines
+
+
 def by_n(axes: Any, rows: Iterable[Row], value: Callable[[Row], Row]) -> None:
     """One curve a loader over n, both axes logarithmic, with quartiles."""
     rows = list(rows)
@@ -138,7 +158,7 @@ def bars(axes: Any, rows: Iterable[Row], value: str, label: Callable[[Row], str]
     middle = [row[value]["median"] for row in rows]
     low = [row[value]["median"] - row[value]["low"] for row in rows]
     high = [row[value]["high"] - row[value]["median"] for row in rows]
-    colours = ["C0" if row["loader"].startswith(MINE) else "0.7" for row in rows]
+    colours = ["C0" if row["loader"].startswith(OURS) else "0.7" for row in rows]
     axes.barh(range(len(rows)), middle, xerr=[low, high], color=colours, error_kw={"lw": 0.8})
     axes.set_yticks(range(len(rows)), [label(row) for row in rows], fontsize=7)
     axes.invert_yaxis()
@@ -194,6 +214,24 @@ def epoch_turn_plot(rows: Iterable[Row]) -> Any:
         lambda r: f"n {r['n']:,}, workers {r['workers']}{' kept' if r['persistent'] else ''}: {r['loader']}",
     )
     axes.set(xscale="log", xlabel="ms from an epoch's last batch to the next one's first")
+    return figure
+
+
+def checkpoints_plot(rows: Iterable[Row]) -> Any:
+    """Seconds of saves and loads."""
+    shown = [row for row in rows if "seconds" in row]
+    figure, axes = plt.subplots(figsize=(7, 0.8 + 0.25 * len(shown)), layout="constrained")
+    bars(axes, shown, "seconds", lambda row: f"{row['what']}: {row['loader']}")
+    axes.set_xlabel("seconds")
+    return figure
+
+
+def small_saves_plot(rows: Iterable[Row]) -> Any:
+    """Milliseconds of a small save."""
+    shown = list(rows)
+    figure, axes = plt.subplots(figsize=(7, 0.8 + 0.3 * len(shown)), layout="constrained")
+    bars(axes, shown, "ms", lambda row: row["loader"])
+    axes.set_xlabel("ms a save of 100 KB")
     return figure
 
 
