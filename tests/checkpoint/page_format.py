@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import io
@@ -16,11 +17,11 @@ NAME = re.compile(r"step_([0-9]{12})(?:\.g([1-9][0-9]{0,5}))?(\.pt)?")
 KEYS = {"schema", "run", "step", "generation", "metrics", "layout", "durability", "files"}
 
 
-class Damaged(Exception):
+class DamagedError(Exception):
     """A checkpoint that is not what was written."""
 
 
-class Newer(Exception):
+class NewerError(Exception):
     """A checkpoint of a newer schema."""
 
 
@@ -39,22 +40,28 @@ def signature(content, key):
 
 def need(condition, reason):
     if not condition:
-        raise Damaged(reason)
+        raise DamagedError(reason)
 
 
 def opened(home, name):
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=home)
     except OSError as error:
-        raise Damaged(f"{name}: {error.strerror}") from error
+        raise DamagedError(f"{name}: {error.strerror}") from error
     file = os.fdopen(fd, "rb")
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         file.close()
-        raise Damaged(f"{name}: no file")
+        raise DamagedError(f"{name}: no file")
     return file
 
 
-def read_index(home, name, step, generation, layout, key):
+def opened_directory(name, home, stack):
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=home)
+    stack.callback(os.close, fd)
+    return fd
+
+
+def read_index(home, name, place, key):
     with opened(home, name) as file:
         data = file.read(1_000_001)
     need(len(data) <= 1_000_000, "too long")
@@ -62,19 +69,18 @@ def read_index(home, name, step, generation, layout, key):
         content = json.loads(data)
         need(canonical(content) == data, "not canonical")
     except (ValueError, RecursionError) as error:
-        raise Damaged(str(error)) from error
+        raise DamagedError(str(error)) from error
     need(content.pop("index_sha256", None) == digest(content), "index_sha256")
     signed = content.pop("hmac_sha256", None)
     if key is not None:
         need(signed is not None and hmac.compare_digest(signed, signature(content, key)), "signature")
     if content["schema"] != "resumable_data.index.v1":
-        raise Newer(content["schema"])
+        raise NewerError(content["schema"])
     need(content.keys() == KEYS, "keys")
-    place = (content["step"], content["generation"], content["layout"])
-    need(place == (step, generation, layout), "of another place")
+    need((content["step"], content["generation"], content["layout"]) == place, "of another place")
     shards = [f"model.shard-{i:03d}.pt" for i in range(len(content["files"]) - 1)]
     stem = name.removesuffix(".json")
-    wanted = [f"{stem}.pt"] if layout == "single" else ["meta.pt", *shards]
+    wanted = [f"{stem}.pt"] if place[2] == "single" else ["meta.pt", *shards]
     need([file["name"] for file in content["files"]] == wanted, "names of files")
     return content
 
@@ -99,36 +105,34 @@ def joined(values):
 
 def read_newest(directory, key=None):
     """(payload, index, {name: why it was passed over}) of the newest checkpoint that is whole."""
-    top = os.open(directory, os.O_RDONLY)
-    names = os.listdir(top)
+    names = [path.name for path in directory.iterdir()]
     found, skipped = [], {}
-    for name in names:
-        match = NAME.fullmatch(name)
-        if match is None:
-            continue
-        try:
-            need(name.removesuffix(".pt") + ".bad.json" not in names, "marked")
-            step, generation, stem = int(match[1]), int(match[2] or 0), name.removesuffix(".pt")
-            home, layout, own = (top, "single", f"{stem}.json")
-            if not match[3]:
-                home, layout, own = (
-                    os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=top),
-                    "sharded",
-                    "index.json",
-                )
-            index = read_index(home, own, step, generation, layout, key)
-            found.append(((index["run"]["ordinal"], step, generation), name, home, index))
-        except Damaged as error:
-            skipped[name] = str(error)
-    for _, name, home, index in sorted(found, key=lambda one: one[0], reverse=True):
-        try:
-            values = [read_file(home, entry) for entry in index["files"]]
-            payload = joined(values) if index["layout"] == "sharded" else values[0]
-            need(payload["state"]["step"] == index["step"], "step")
-            return payload, index, skipped
-        except Damaged as error:
-            skipped[name] = str(error)
-    raise Damaged(skipped)
+    with contextlib.ExitStack() as stack:
+        top = opened_directory(directory, None, stack)
+        for name in filter(NAME.fullmatch, names):
+            stem, match = name.removesuffix(".pt"), NAME.fullmatch(name)
+            step, generation, single = int(match[1]), int(match[2] or 0), bool(match[3])
+            try:
+                need(f"{stem}.bad.json" not in names, "marked")
+                home = top if single else opened_directory(name, top, stack)
+                place = (step, generation, "single" if single else "sharded")
+                index = read_index(home, f"{stem}.json" if single else "index.json", place, key)
+                found.append(((index["run"]["ordinal"], step, generation), name, home, index))
+            except DamagedError as error:
+                skipped[name] = str(error)
+        for _, name, home, index in sorted(found, key=lambda one: one[0], reverse=True):
+            try:
+                return read_data(home, index), index, skipped
+            except DamagedError as error:
+                skipped[name] = str(error)
+    raise DamagedError(skipped)
+
+
+def read_data(home, index):
+    values = [read_file(home, entry) for entry in index["files"]]
+    payload = joined(values) if index["layout"] == "sharded" else values[0]
+    need(payload["state"]["step"] == index["step"], "step")
+    return payload
 
 
 def saved(value):
