@@ -283,7 +283,8 @@ class CheckpointManager:
             step: A step, of which the newest generation is meant, or a path; None for all.
 
         Returns:
-            A report for each, the newest first: ``path``, ``step``, ``generation``, ``ok``, ``reason``.
+            A report for each: ``path``, ``step``, ``generation``, ``ok``, ``reason``. Those whose index cannot
+            be used come first, then the newest.
 
         Raises:
             CheckpointNotFoundError: The one asked for is not there.

@@ -127,7 +127,7 @@ def select(store: Store, which: Which) -> Entry:
 
 
 def verify(store: Store, ledger: Ledger, which: Which | None) -> tuple[Report, ...]:
-    """Read one checkpoint or all of them through the gate, the newest first; what is whole is remembered."""
+    """Read one checkpoint or all of them through the gate, in the order of entries; what is whole is remembered."""
     reports = []
     for entry in store.entries() if which is None else [select(store, which)]:
         path = store.directory / entry.name

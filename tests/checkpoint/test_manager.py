@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint.helpers import Run, debris, flip, names
+from checkpoint.helpers import FailingOps, Run, debris, flip, names
 from resumable_data.checkpoint import CheckpointManager
 from resumable_data.errors import (
     CheckpointCorruptError,
@@ -18,6 +18,9 @@ from resumable_data.errors import (
     RNGRestoreError,
     StateMismatchError,
 )
+
+# From Python 3.12 on a fork beside other threads, torch's among them, is warned of.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 @pytest.fixture
@@ -435,3 +438,106 @@ def test_a_manager_is_a_context_manager_and_closes_twice(tmp_path):
         save(manager, 1)
     manager.close()
     assert second_process(tmp_path).endswith("saved\n")
+
+
+# ── layouts, signatures, durability ──────────────────────────────────────────────────────────────────
+
+KEY = bytes(range(32))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 999, lambda key: 7 if "weight" in key else 3])
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_resumed_run_is_the_same_run_from_shards_too(tmp_path, opened, shards, key):
+    reference = Run().train(9)
+    options = {"every_steps": 3, "shards": shards, "hmac_key": key, "durability": "process"}
+    first = Run()
+    first.train(7, opened(tmp_path, **options))
+    second = Run(seed=77)
+    manager = opened(tmp_path, **options)
+    found = second.resume(manager)
+    assert found.path == tmp_path / "step_000000000006" == manager.latest_path() == manager.path_for(6)
+    assert second.train(9, manager) == reference
+    index = json.loads((tmp_path / "step_000000000009" / "index.json").read_text())
+    assert (index["layout"], index["durability"], "hmac_sha256" in index) == ("sharded", "process", bool(key))
+    assert debris(tmp_path) == []
+
+
+def test_what_is_on_the_disk_decides_how_it_is_read(tmp_path, opened):
+    run = Run()
+    run.train(2)
+    for step, shards in ((1, None), (2, 2), (3, None)):
+        opened(tmp_path, keep_last=None, shards=shards).save(step, run.objects)
+    manager = opened(tmp_path, shards=5)
+    assert [report.ok for report in manager.verify()] == [True] * 3
+    assert manager.path_for(1).name == "step_000000000001.pt"
+    assert manager.path_for(2).name == "step_000000000002"
+    assert manager.path_for(4).name == "step_000000000004"
+    assert manager.restore(Run().objects).path.name == "step_000000000003.pt"
+    again = manager.save(3, run.objects)
+    assert again.name == "step_000000000003.g1"  # a step's generations are counted over both layouts
+
+
+def test_a_key_refuses_what_is_not_signed_with_it_and_a_signature_is_read_without(tmp_path, opened):
+    save(opened(tmp_path / "plain"), 1)
+    with pytest.raises(CheckpointSecurityError, match="sign"):
+        opened(tmp_path / "plain", hmac_key=KEY).restore({})
+    save(opened(tmp_path / "signed", hmac_key=KEY), 1)
+    with pytest.raises(CheckpointSecurityError, match="sign"):
+        opened(tmp_path / "signed", hmac_key=KEY[::-1]).restore({})
+    assert opened(tmp_path / "signed").restore({}).step == 1
+    assert opened(tmp_path / "signed", hmac_key=KEY).restore({}).step == 1
+    later = opened(tmp_path / "plain", hmac_key=KEY)
+    save(later, 2)
+    found = later.restore({})
+    assert found.step == 2
+    assert [skip.path.name for skip in found.skipped] == ["step_000000000001.pt"]  # of an unknown age
+    assert [(report.step, report.ok) for report in later.verify()] == [(1, False), (2, True)]
+
+
+@pytest.mark.parametrize(("durability", "syncs"), [("full", True), ("process", False)])
+@pytest.mark.parametrize("shards", [None, 2])
+def test_only_full_durability_syncs(tmp_path, opened, durability, syncs, shards):
+    manager = opened(tmp_path, durability=durability, shards=shards, keep_last=1)
+    manager._ops = FailingOps()
+    for step in (1, 2):
+        manager.save(step, Run().objects)
+    manager.mark_bad(2, "diverged")
+    manager.prune()
+    assert {"fsync", "dirsync"} & set(manager._ops.calls) == ({"fsync", "dirsync"} if syncs else set())
+
+
+# ── the first save, killed ───────────────────────────────────────────────────────────────────────────
+
+
+class Killing(FailingOps):
+    def _count(self, name):
+        self.calls.append(name)
+        if self.at == len(self.calls) - 1:
+            os._exit(9)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_a_kill_before_any_call_of_the_very_first_save(tmp_path, opened, shards):
+    counting = opened(tmp_path / "whole", shards=shards)
+    counting._ops = FailingOps()
+    model = torch.nn.Linear(2, 2)
+    counting.save(1, {"model": model})
+    outcomes = []
+    for at in range(len(counting._ops.calls)):
+        directory = tmp_path / f"at{at}"
+        pid = os.fork()
+        if pid == 0:
+            manager = CheckpointManager(directory, shards=shards)
+            manager._ops = Killing(at=at)
+            manager.save(1, {"model": model})
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        manager = opened(directory, shards=shards)
+        found = manager.restore({"model": torch.nn.Linear(2, 2)})
+        outcomes.append(found is not None)
+        again = manager.save(1, {"model": model})
+        assert opened(directory).load_latest().path == again
+        assert all(report.ok for report in manager.verify())
+        assert debris(directory) == []
+    assert outcomes == sorted(outcomes)  # nothing, and from the commit on the new one
+    assert set(outcomes) == {False, True}

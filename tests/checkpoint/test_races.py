@@ -15,6 +15,9 @@ from resumable_data.checkpoint.fsops import FsOps
 from resumable_data.checkpoint.lock import LOCK_NAME
 from resumable_data.errors import CheckpointWriteError
 
+# From Python 3.12 on a fork beside other threads, torch's among them, is warned of.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
 
 def save(manager, step, value=0.0):
     return manager.save(step, {"value": torch.tensor(value)})
@@ -320,8 +323,8 @@ def test_each_call_waits_for_the_save_in_flight_and_raises_its_error_once(tmp_pa
     assert caught.value.errno == errno.ENOSPC
     assert not path.exists()
     call(manager)
-    assert debris(tmp_path / "run") == []
     manager.close()
+    assert debris(tmp_path / "run") == []
 
 
 def test_paths_and_the_cadence_do_not_wait(tmp_path):

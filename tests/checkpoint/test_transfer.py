@@ -22,6 +22,9 @@ from resumable_data.errors import (
 KEY = b"k" * 32
 LAYOUTS = pytest.mark.parametrize("shards", [None, 2])
 
+# From Python 3.12 on a fork beside other threads, torch's among them, is warned of.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
 
 def save(manager, step, value=None):
     model = torch.nn.Linear(3, 2)
