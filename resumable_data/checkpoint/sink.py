@@ -81,20 +81,24 @@ class Sink:
             self._put(memoryview(data))
 
     def _put(self, view: memoryview) -> None:
-        if len(view) < _LARGE:
+        hashing = self._begin_hashing(view) if len(view) >= _LARGE else None
+        if hashing is None:
             self._hash.update(view)
             self._write_all(view)
             return
-        hashing = self._begin_hashing(view)
         try:
             self._write_all(view)
         finally:
             _outwait(hashing)  # the memory is torch's again once `write` returns
 
-    def _begin_hashing(self, view: memoryview) -> Future[None]:
+    def _begin_hashing(self, view: memoryview) -> Future[None] | None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "resumable_data-sha256")
-        return self._thread.submit(self._hash.update, view)
+        try:
+            return self._thread.submit(self._hash.update, view)
+        except RuntimeError:  # no thread to be had, or the interpreter ends: a save in the background goes on
+            self._thread = None  # it may have queued the piece
+            return None
 
     def _write_all(self, view: memoryview) -> None:
         while len(view):

@@ -3,6 +3,7 @@ import os
 import signal
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -164,15 +165,9 @@ def test_torchs_checksum_switch_is_put_back_whatever_happens_and_by_the_last_of_
 
 @pytest.mark.parametrize("per_thread", [True, False])
 def test_the_switch_is_kept_for_whoever_shares_it(monkeypatch, per_thread):
-    switches = {}
-
-    def owner():
-        return threading.get_ident() if per_thread else 0
-
-    monkeypatch.setattr(torch.serialization, "get_crc32_options", lambda: switches.get(owner(), True))
-    monkeypatch.setattr(
-        torch.serialization, "set_crc32_options", lambda value: switches.__setitem__(owner(), value)
-    )
+    switch = threading.local() if per_thread else types.SimpleNamespace()
+    monkeypatch.setattr(torch.serialization, "get_crc32_options", lambda: getattr(switch, "on", True))
+    monkeypatch.setattr(torch.serialization, "set_crc32_options", lambda value: setattr(switch, "on", value))
     module._switch_is_per_thread.cache_clear()
     try:
         assert module._switch_is_per_thread() is per_thread
@@ -182,7 +177,7 @@ def test_the_switch_is_kept_for_whoever_shares_it(monkeypatch, per_thread):
             with module._without_checksums():
                 inside.set()
                 leave.wait(10)
-            after.append(switches[owner()])
+            after.append(switch.on)
 
         after = []
         thread = threading.Thread(target=other)
@@ -191,8 +186,28 @@ def test_the_switch_is_kept_for_whoever_shares_it(monkeypatch, per_thread):
         with module._without_checksums():
             leave.set()
             thread.join()
-            assert switches[owner()] is False
-        assert [*after, switches[owner()]] == [after[0], True]
+            assert switch.on is False
+        assert [*after, switch.on] == [after[0], True]
         assert after[0] is per_thread  # shared, it is put back by the last
     finally:
         module._switch_is_per_thread.cache_clear()
+
+
+@pytest.mark.parametrize("refusals", [1, 2, 9])
+def test_without_a_thread_to_hash_in_the_hash_is_the_same(opened, monkeypatch, refusals):
+    fd, path = opened
+    start, left = threading.Thread.start, [refusals]
+
+    def refused(self):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    module._switch_is_per_thread()  # asks a thread, once in a process
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    sink = Sink(Noting(), fd)
+    torch_save(state(9), sink)
+    sink.release()
+    assert sink.finish() == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert left[0] < refusals

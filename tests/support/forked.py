@@ -79,8 +79,11 @@ class Deadly(FsOps):
         return super().__getattribute__(name)
 
 
-def saver(directory, options, report, *, slow=False, at=None):
-    """Save from where the directory stands and report each step; for ever, or until call `at` = [saves, call]."""
+def saver(directory, options, report, *, slow=False, at=None, background=False):
+    """Save from where the directory stands and report each step; for ever, or until call `at` = [saves, call].
+
+    A step saved in the background is reported once it has begun, and what was saved is changed at once.
+    """
     ops = Slow() if slow else FsOps() if at is None else Deadly(at[1])
     manager = managed(directory, ops, keep_last=KEEP, **options)
     found = manager.restore({})
@@ -90,8 +93,13 @@ def saver(directory, options, report, *, slow=False, at=None):
         if at is not None:
             ops.armed = saves == at[0]
         step += 1
-        manager.save(step, objects_of(step, size=SIZE))
+        objects = objects_of(step, size=SIZE)
+        manager.save(step, objects, blocking=not background)
         saves += 1
+        if background:
+            objects["list"].append(-1)
+            for tensor in objects["model"].tensors.values():
+                tensor.fill_(-1)
         os.write(report, f"{step}\n".encode())
 
 
@@ -140,7 +148,7 @@ def ended(pid, source):
     return said.decode(), os.waitstatus_to_exitcode(status)
 
 
-def kill(directory, layout, *, durability="full", slow=False, delay=None, at=None):
+def kill(directory, layout, *, durability="full", slow=False, delay=None, at=None, background=False):
     """One death and what came of it.
 
     Args:
@@ -150,10 +158,11 @@ def kill(directory, layout, *, durability="full", slow=False, delay=None, at=Non
         slow: With `Slow` calls.
         delay: Seconds after which it is killed; or
         at: [saves, call]: it kills itself before this call of the save after so many.
+        background: It saves in the background.
     """
     options = LAYOUTS[layout] | {"durability": durability}
     place = Path(directory)
-    pid, source = fork(saver, place, options, slow=slow, at=at)
+    pid, source = fork(saver, place, options, slow=slow, at=at, background=background)
     if delay is not None:
         time.sleep(delay)
         os.kill(pid, signal.SIGKILL)
