@@ -15,6 +15,7 @@ import os
 import random
 import re
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +67,8 @@ class SimFS(FsOps):
 
     Args:
         root: The directory that is watched; what is in it now counts as safe.
-        blind: Calls that are performed but not recorded, as if the protocol did not have them.
+        blind: Calls that are performed but not recorded, as if the protocol did not have them: a name for
+            all of its calls, (name, n) for the n-th from 0.
     """
 
     def __init__(self, root, *, blind=()):
@@ -77,6 +79,7 @@ class SimFS(FsOps):
         self.ops: list[Op] = []
         self.marks: list[tuple[int, str]] = []
         self._blind = set(blind)
+        self.counts: Counter[str] = Counter()
         self._guard = threading.RLock()  # a protocol may sync in one thread and write in another
         self._next = itertools.count(1)
         self._tree: dict[int, dict[str, int]] = {}
@@ -114,8 +117,9 @@ class SimFS(FsOps):
         return self._tree[directory].get(name)
 
     def _record(self, name, op):
-        if name not in self._blind:
+        if not {name, (name, self.counts[name])} & self._blind:
             self.ops.append(op)
+        self.counts[name] += 1
 
     def open(self, path, flags, mode=0o666):
         with self._guard:
