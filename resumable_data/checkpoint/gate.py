@@ -11,15 +11,11 @@ import contextlib
 import errno
 import hashlib
 import os
-import pickle
-import re
 import stat
-import zipfile
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
-import torch
-
+from resumable_data.checkpoint import unpack
 from resumable_data.checkpoint.layout import (
     INDEX,
     MAX_INDEX_BYTES,
@@ -33,15 +29,12 @@ from resumable_data.checkpoint.layout import (
 from resumable_data.checkpoint.sharding import join
 from resumable_data.errors import (
     CheckpointCorruptError,
-    CheckpointError,
     CheckpointNotFoundError,
     CheckpointSecurityError,
 )
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO must not hang the open
 _CHUNK = 1 << 20
-# what torch.load raises at bytes that are no checkpoint; MemoryError and the like pass on
-_UNREADABLE = (RuntimeError, EOFError, KeyError, IndexError, TypeError, ValueError, AttributeError)
 
 
 class Fingerprint(NamedTuple):
@@ -213,8 +206,7 @@ def _load_file(place: int, entry: FileEntry) -> tuple[Any, Fingerprint]:
     with open_regular(place, entry.name) as file:
         before = fingerprint(os.fstat(file.fileno()))
         verify_bytes(file, entry)
-        _check_zip(file, entry.name)
-        value = _load(file, entry.name)
+        value = unpack.load_archive(file, entry.name)
         seen = fingerprint(os.fstat(file.fileno()))
         if seen != before:  # renamed by a writer's pruning, or written to
             verify_bytes(file, entry)
@@ -245,37 +237,3 @@ def verify_bytes(file: IO[bytes], entry: FileEntry) -> None:
             expected=entry.sha256,
             found=digest.hexdigest(),
         )
-
-
-def _check_zip(file: IO[bytes], name: str) -> None:
-    file.seek(0)
-    if file.read(4) != b"PK\x03\x04":
-        raise CheckpointSecurityError(f"{name}: not a zip archive as torch.save writes it")
-    file.seek(0)
-    try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise CheckpointCorruptError(f"{name}: the archive cannot be read ({error})") from error
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise CheckpointSecurityError(f"{name}: holds compressed entries, which torch.save never writes")
-    if len({entry.filename for entry in entries}) != len(entries):
-        raise CheckpointSecurityError(f"{name}: holds two entries of one name")
-
-
-def _load(file: IO[bytes], name: str) -> Any:
-    file.seek(0)
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"the global {named[1]}" if named else "something that is no plain data"
-        raise CheckpointSecurityError(
-            f"{name}: its pickle asks for {what}; expected tensors and plain values. It was not run; find "
-            "out who wrote the file."
-        ) from error
-    except CheckpointError:
-        raise
-    except _UNREADABLE as error:
-        text = str(error).partition("\n")[0][:200]
-        raise CheckpointCorruptError(f"{name}: torch cannot read it ({text})") from error

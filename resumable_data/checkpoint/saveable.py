@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from resumable_data.checkpoint.limits import DEEPEST, EXPANDED_BYTES, INT_BITS
+
 _LEAVES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray}
     | {torch.Size, torch.dtype, torch.device, torch.layout}
@@ -16,14 +18,13 @@ _IMMUTABLE = _LEAVES - {bytearray}
 _DICTS = (dict, collections.OrderedDict, collections.Counter)
 _LISTS = (list, tuple, set)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_DEEPEST = 64  # levels of containers
-_INT_BITS = 8 * 255 - 1  # the longest int that a safe load reads; its unpickler has no opcode for more
-# torch.load has no storage for these, though torch.save writes them
-_UNREADABLE = frozenset(
+# torch.save writes these and torch.load has no storage for them
+_NARROW = {f"{sign}{bits}" for bits in range(1, 8) for sign in ("int", "uint")}
+_QUANTIZED = {"qint8", "qint32", "quint8", "quint4x2", "quint2x4"}
+READABLE = frozenset(
     dtype
-    for bits in range(1, 8)
-    for sign in ("int", "uint")
-    if isinstance(dtype := getattr(torch, f"{sign}{bits}", None), torch.dtype)
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and name not in _NARROW | _QUANTIZED
 )
 
 _Met = tuple[torch.Tensor, str]  # a tensor and its key path
@@ -95,8 +96,8 @@ def _collect(tree: Any) -> list[_Met]:
             continue
         if kind not in _DICTS and kind not in _LISTS:
             raise TypeError(_message(value, path))
-        if id(value) in above or len(above) >= _DEEPEST:
-            raise TypeError(f"state{path} contains itself, or nests deeper than {_DEEPEST} levels")
+        if id(value) in above or len(above) >= DEEPEST:
+            raise TypeError(f"state{path} contains itself, or nests deeper than {DEEPEST} levels")
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -109,7 +110,7 @@ def _is_plain(value: Any) -> bool:
     """Whether a value is a leaf that can be read back."""
     kind = type(value)
     if kind is int:
-        return bool(value.bit_length() <= _INT_BITS)
+        return bool(value.bit_length() <= INT_BITS)
     return kind in _LEAVES and not (kind is bytes and not value)
 
 
@@ -146,12 +147,20 @@ def _check_tensor(value: torch.Tensor, path: str) -> None:
             f"state{path} is a {value.layout} {value.dtype} tensor; only dense strided ones are saved. "
             "A sparse gradient is gone after optimizer.zero_grad()"
         )
-    if value.dtype in _UNREADABLE:
+    if value.dtype not in READABLE:
         raise TypeError(f"state{path} is a {value.dtype} tensor, which torch.load cannot read; save a view")
     if vars(value):  # pickled with the tensor, unchecked
         raise TypeError(f"state{path} is a tensor with attributes {sorted(vars(value))}; save its detach()")
     if value.device.type == "meta":
         raise TypeError(f"state{path} is a tensor on the meta device, which holds no values to save")
+    logical = value.numel() * value.element_size()
+    if logical > EXPANDED_BYTES:
+        start, end = _span(value)
+        if logical > end - start:
+            raise TypeError(
+                f"state{path} is an expanded tensor of {logical} bytes over {end - start}, which a load would "
+                "refuse; save it as it was before"
+            )
 
 
 def _own_storage(tensors: list[_Met], copy: bool) -> dict[int, torch.Tensor]:
