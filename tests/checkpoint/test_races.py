@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoint.helpers import debris, names
-from resumable_data.checkpoint import CheckpointManager, gate
+from resumable_data.checkpoint import CheckpointManager, unpack
 from resumable_data.checkpoint import writer as writer_module
 from resumable_data.checkpoint.fsops import FsOps
 from resumable_data.checkpoint.lock import LOCK_NAME
@@ -177,18 +177,18 @@ def test_a_file_whose_name_or_mode_changes_while_it_is_read_is_as_good_as_before
     writer = CheckpointManager(tmp_path, keep_last=1 if change == "prune" else None)
     save(writer, 1)
     path = save(writer, 2)
-    real = gate.load_archive
+    real = unpack.load_archive
 
     def load(*args, **options):
         payload = real(*args, **options)
-        monkeypatch.setattr(gate, "load_archive", real)
+        monkeypatch.setattr(unpack, "load_archive", real)
         if change == "prune":
             save(writer, 3)
         else:
             path.chmod(0o600)
         return payload
 
-    monkeypatch.setattr(gate, "load_archive", load)
+    monkeypatch.setattr(unpack, "load_archive", load)
     found = CheckpointManager(tmp_path).load_latest()
     assert (found.step, found.skipped) == (2, ())
     writer.close()
@@ -198,17 +198,17 @@ def test_a_file_whose_bytes_change_while_it_is_read_is_not_used(tmp_path, monkey
     writer = CheckpointManager(tmp_path)
     save(writer, 1)
     path = save(writer, 2)
-    real = gate.load_archive
+    real = unpack.load_archive
 
     def load(*args, **options):
         payload = real(*args, **options)
-        monkeypatch.setattr(gate, "load_archive", real)
+        monkeypatch.setattr(unpack, "load_archive", real)
         data = bytearray(path.read_bytes())
         data[200] ^= 1
         path.write_bytes(data)
         return payload
 
-    monkeypatch.setattr(gate, "load_archive", load)
+    monkeypatch.setattr(unpack, "load_archive", load)
     found = CheckpointManager(tmp_path).load_latest()
     assert found.step == 1
     assert "sha256" in found.skipped[0].reason
