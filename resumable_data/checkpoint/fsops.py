@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,7 +21,8 @@ class FsOps:
     def writeback(self, fd: int, offset: int, count: int) -> None:
         """Tell the disk that it may begin with these bytes. A hint: an error of the disk's comes out of fsync."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):  # a file system that takes no hints is only slower
+                os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
 
     def fsync(self, fd: int) -> None:
         """Force a file's bytes to the disk; after a failure the file must be given up, not synced again."""
