@@ -24,7 +24,7 @@ def killed_in_the_background(parent, tmp_path, layout, durability, rounds):
     for number in range(rounds):
         first = number % 4 == 0  # in its very first save
         directory = tmp_path / (f"first-{number}" if first else "run")
-        delay = draw.uniform(0, 0.02 if first else 0.08)
+        delay = draw.uniform(0, 0.01 if first else 0.03)  # from when a save has begun
         answer = parent.ask(
             do="kill",
             directory=str(directory),

@@ -158,18 +158,19 @@ def kill(directory, layout, *, durability="full", slow=False, delay=None, at=Non
         slow: With `Slow` calls.
         delay: Seconds after which it is killed; or
         at: [saves, call]: it kills itself before this call of the save after so many.
-        background: It saves in the background.
+        background: It saves in the background; the delay begins with its first report.
     """
     options = LAYOUTS[layout] | {"durability": durability}
     place = Path(directory)
     pid, source = fork(saver, place, options, slow=slow, at=at, background=background)
+    first = os.read(source, 100).decode() if background else ""
     if delay is not None:
         time.sleep(delay)
         os.kill(pid, signal.SIGKILL)
     said, status = ended(pid, source)
     left = names(place) if place.exists() else []
     looked, _ = ended(*fork(looker, place, options))
-    return {"reported": said.split(), "status": status, "left": left} | json.loads(looked)
+    return {"reported": (first + said).split(), "status": status, "left": left} | json.loads(looked)
 
 
 def save_on(directory, layout):
