@@ -88,6 +88,13 @@ def newest(directory, key=None):
     return loaded.payload, {skip.path.name: skip.reason for skip in loaded.skipped}
 
 
+def reseal(index, **changes):
+    """Change an index, and have its hash agree."""
+    content = json.loads(index.read_bytes()) | changes
+    content.pop("index_sha256")
+    index.write_bytes(page_format.canonical(content | {"index_sha256": page_format.digest(content)}))
+
+
 # ── the page's reader, the page's writer ─────────────────────────────────────────────────────────────
 
 
@@ -166,11 +173,19 @@ def test_a_reader_with_a_key_refuses_what_is_not_signed_with_it(tmp_path, key, s
 
 def test_without_a_key_a_signature_of_another_form_is_refused(tmp_path):
     index = page_format.write(tmp_path, payload_of(1), 1, key=KEY)
-    content = json.loads(index.read_bytes())
-    content.pop("index_sha256")
-    content["hmac_sha256"] = content["hmac_sha256"].upper()
-    index.write_bytes(page_format.canonical(content | {"index_sha256": page_format.digest(content)}))
+    reseal(index, hmac_sha256=json.loads(index.read_bytes())["hmac_sha256"].upper())
     with pytest.raises(CheckpointCorruptError, match="hmac_sha256"):
+        newest(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["ordinal", "step", "size"])
+def test_a_bool_is_no_int(tmp_path, key):
+    index = page_format.write(tmp_path, payload_of(1), 1)
+    content = json.loads(index.read_bytes())
+    where = {"ordinal": content["run"], "step": content, "size": content["files"][0]}[key]
+    where[key] = True
+    reseal(index, **content)
+    with pytest.raises(CheckpointCorruptError, match=f"{key} is 'True'"):
         newest(tmp_path)
 
 
@@ -297,9 +312,7 @@ def test_files_of_others_are_ignored_and_stay(tmp_path, form):
 def test_a_newer_schema_is_an_error_of_its_own(tmp_path):
     index = page_format.write(tmp_path, payload_of(2), 2)
     page_format.write(tmp_path, payload_of(1), 1)
-    content = json.loads(index.read_bytes()) | {"schema": "resumable_data.index.v2"}
-    content.pop("index_sha256")
-    index.write_bytes(page_format.canonical(content | {"index_sha256": page_format.digest(content)}))
+    reseal(index, schema="resumable_data.index.v2")
     with pytest.raises(CheckpointMismatchError, match="newer version"):
         newest(tmp_path)
     with pytest.raises(page_format.NewerError):
