@@ -1,4 +1,4 @@
-"""The mutations of scripts/mutate_checkpoints.py still apply; running them takes minutes and is the script's business."""
+"""The mutations of scripts/mutate_checkpoints.py still apply; running them takes minutes and is its own business."""
 
 import ast
 import sys
