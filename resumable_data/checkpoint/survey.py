@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from resumable_data.checkpoint.limits import Limits
 from resumable_data.checkpoint.standins import DICTS, PLAIN, Box, Tensor
@@ -37,6 +37,8 @@ def survey(root: Any, limits: Limits) -> int:
             raise CheckpointLimitError("its values contain themselves; no walk over them would end")
         inside = [item for item in _items(value) if type(item) not in _ENDS]
         open_ones.add(id(value))
+        if len(open_ones) > limits.depth:  # here already: a chain of millions need not be followed to its end
+            _too_deep(limits)
         stack.append((value, inside))
         stack.extend((item, None) for item in inside)
     return 1 if type(root) in _ENDS else sizes[id(root)][0]
@@ -62,12 +64,14 @@ def _measure(
     count = 1 + own - len(inside) + sum(sizes[id(item)][0] for item in inside)
     levels = 1 + max((sizes[id(item)][1] for item in inside), default=0)
     if levels > limits.depth:
-        raise CheckpointLimitError(
-            f"its values nest deeper than {limits.depth} levels", expected=limits.depth, found=levels
-        )
+        _too_deep(limits)
     if count > limits.values:
         raise CheckpointLimitError(
             f"it has more than {limits.values} values, where those in several places count at each",
             expected=limits.values,
         )
     return count, levels
+
+
+def _too_deep(limits: Limits) -> NoReturn:
+    raise CheckpointLimitError(f"its values nest deeper than {limits.depth} levels", expected=limits.depth)
