@@ -19,12 +19,12 @@ _DICTS = (dict, collections.OrderedDict, collections.Counter)
 _LISTS = (list, tuple, set)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 # torch.save writes these and torch.load has no storage for them
-_NARROW = {f"{sign}{bits}" for bits in range(1, 8) for sign in ("int", "uint")}
-_QUANTIZED = {"qint8", "qint32", "quint8", "quint4x2", "quint2x4"}
+_NARROW = {f"torch.{sign}{bits}" for bits in range(1, 8) for sign in ("int", "uint")}
+_QUANTIZED = {f"torch.{name}" for name in ("qint8", "qint32", "quint8", "quint4x2", "quint2x4")}
 READABLE = frozenset(
     dtype
-    for name, dtype in vars(torch).items()
-    if isinstance(dtype, torch.dtype) and name not in _NARROW | _QUANTIZED
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and str(dtype) not in _NARROW | _QUANTIZED
 )
 
 _Met = tuple[torch.Tensor, str]  # a tensor and its key path
