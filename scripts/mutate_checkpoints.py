@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mutation import Mutation
+from mutations_of_content import CONTENT
 from mutations_of_reading import READING
 from mutations_of_writing import WRITING
 
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 300  # seconds for the tests of one mutation: one that hangs has been noticed, too
 COPIED = ("resumable_data", "tests", "pyproject.toml")
 LINKED = ("docs", "README.md", "CHANGELOG.md", "mkdocs.yml", "scripts", "benchmarks", "Makefile")
-MUTATIONS = WRITING + READING
+MUTATIONS = WRITING + READING + CONTENT
 
 
 def copied(into: Path) -> Path:
@@ -45,7 +46,7 @@ def copied(into: Path) -> Path:
     return into
 
 
-def python(home: Path, *arguments: str) -> tuple[int, str]:
+def python(home: Path, *arguments: str, limit: int | None = LIMIT) -> tuple[int, str]:
     """Exit status and output of an interpreter that imports the copy; status -1 where it took too long."""
     path = os.pathsep.join((str(home), str(home / "tests")))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -57,7 +58,7 @@ def python(home: Path, *arguments: str) -> tuple[int, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=LIMIT,
+            timeout=limit,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
@@ -65,9 +66,10 @@ def python(home: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def tested(home: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+def examined(home: Path, tests: tuple[str, ...], limit: int | None) -> tuple[int, str]:
     """Status and output of pytest, up to the first failure."""
-    return python(home, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests)
+    options = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    return python(home, "-m", "pytest", *options, *tests, limit=limit)
 
 
 def outcome(mutation: Mutation) -> tuple[bool, str]:
@@ -79,7 +81,7 @@ def outcome(mutation: Mutation) -> tuple[bool, str]:
             target.write_text(mutation.applied(target.read_text()))
         except ValueError as error:
             return False, f"DOES NOT APPLY: {error}"
-        status, output = tested(home, mutation.tests)
+        status, output = examined(home, mutation.tests, LIMIT)
     if status == -1:
         return True, f"hangs for more than {LIMIT} s"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+.*?)(?: - .*)?$", output, re.MULTILINE)
@@ -98,7 +100,7 @@ def baseline(mutations: list[Mutation]) -> str:
         _, where = python(home, "-c", "import resumable_data; print(resumable_data.__file__)")
         if Path(where.strip()) != home / "resumable_data" / "__init__.py":
             return f"the copy is not what is imported, but {where}"
-        status, output = tested(home, rest)
+        status, output = examined(home, rest, None)
     return "" if status == 0 else output[-3000:]
 
 

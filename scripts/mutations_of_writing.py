@@ -104,10 +104,7 @@ WRITING = (
         "session.py",
         "            self._prune(store, policy)\n            store.sync()",
         "            self._prune(store, policy)",
-        RETENTION,
-        checkpoint("manager"),
-        checkpoint("commit"),
-        FAILS,
+        checkpoint("order_of_calls"),
     ),
     cut(
         "the index is in place before the data",
@@ -165,8 +162,7 @@ WRITING = (
         '        mark = layout.file_name(entry.step, entry.generation, "bad.json")\n'
         "        if entry.marked is not None:\n            self.ops.unlink(str(self.directory / mark))\n"
         "        committing.remove(self.directory, self.ops, entry.name)\n        kinds",
-        checkpoint("best"),
-        checkpoint("commit"),
+        checkpoint("order_of_calls"),
     ),
     cut(
         "what goes is renamed first",
@@ -215,8 +211,8 @@ WRITING = (
     cut(
         "no generation is used twice",
         "session.py",
-        "return max(store.generations(step, store.names()), default=-1) + 1",
-        "return 0",
+        "max(store.generations(step, store.names()), default=-1) + 1",
+        "0",
         checkpoint("manager", "the_same_step_twice_is_two_generations_and_the_newer_one_stays"),
     ),
     cut(

@@ -1,0 +1,226 @@
+"""What a load asks of the archive, the pickle and the tensors in a file whose hash is right, one by one."""
+
+from __future__ import annotations
+
+from mutation import checkpoint, cut
+
+PICKLE = checkpoint("hostile", "rows_12_to_21_a_pickle")
+ARCHIVE = checkpoint("hostile", "rows_15_22_and_23_an_archive")
+RECORD = checkpoint("hostile", "row_16_a_record_of_another_size")
+MISSING = checkpoint("hostile", "row_16_a_record_that_is_not_there")
+OPCODES = checkpoint("opcodes")
+SURVEY = checkpoint("survey")
+
+CONTENT = (
+    cut(
+        "a file is looked through before torch reads it",
+        "unpack.py",
+        "        _check(file, limits)\n",
+        "        pass\n",
+        PICKLE,
+    ),
+    cut(
+        "the pickle's bounds",
+        "unpack.py",
+        "    survey(scan(archive.pickled, archive.storages, limits), limits)",
+        "    scan(archive.pickled, archive.storages, limits)",
+        PICKLE,
+    ),
+    cut(
+        "a torch that is too old",
+        "unpack.py",
+        "    require_torch(torch.__version__)",
+        "    pass",
+        checkpoint("unpack"),
+    ),
+    cut(
+        "begins as a zip",
+        "archive.py",
+        '    if _read(fd, 0, min(size, 4)) != b"PK\\x03\\x04":',
+        "    if False:",
+        ARCHIVE,
+    ),
+    cut(
+        "stored, not compressed",
+        "archive.py",
+        "        if method != 0 or packed != size:",
+        "        if False:",
+        ARCHIVE,
+    ),
+    cut(
+        "nothing behind the directory",
+        "archive.py",
+        '    if mark != b"PK\\x05\\x06" or comment or',
+        '    if mark != b"PK\\x05\\x06" or',
+        ARCHIVE,
+        checkpoint("archive"),
+    ),
+    cut(
+        "nothing beside the entries",
+        "archive.py",
+        "    if start + length != end:",
+        "    if False:",
+        ARCHIVE,
+        checkpoint("archive"),
+    ),
+    cut(
+        "no two sizes of an entry",
+        "archive.py",
+        '    if not agree:\n        _refuse(f"its archive has two sizes',
+        '    if False:\n        _refuse(f"its archive has two sizes',
+        ARCHIVE,
+        checkpoint("archive"),
+    ),
+    cut(
+        "entries one behind the other",
+        "archive.py",
+        'if entry.offset == place else b""',
+        "",
+        ARCHIVE,
+        checkpoint("archive"),
+    ),
+    cut(
+        "no entry twice",
+        "archive.py",
+        "        if name in small or (name == _PICKLE and pickled is not None):",
+        "        if False:",
+        ARCHIVE,
+        checkpoint("archive"),
+    ),
+    cut(
+        "no storage twice",
+        "archive.py",
+        "            if key in storages:",
+        "            if False:",
+        ARCHIVE,
+        checkpoint("archive"),
+    ),
+    cut(
+        "no entry that torch does not write",
+        "archive.py",
+        '            _refuse(f"its archive holds {entry.name[:80]!r}, which',
+        '            continue\n            _refuse(f"its archive holds {entry.name[:80]!r}, which',
+        ARCHIVE,
+    ),
+    cut(
+        "size of a pickle",
+        "archive.py",
+        "            if entry.size > limits.pickle_bytes:",
+        "            if False:",
+        checkpoint("archive"),
+    ),
+    cut(
+        "number of entries",
+        "archive.py",
+        "    if count > limits.entries or end - start",
+        "    if end - start",
+        checkpoint("archive"),
+    ),
+    cut(
+        "the machine's byte order",
+        "archive.py",
+        "    if small[_BYTEORDER] != sys.byteorder.encode():",
+        "    if False:",
+        checkpoint("archive"),
+    ),
+    cut(
+        "the pickle's protocol",
+        "opcodes.py",
+        "    if data[:2] != _PROTOCOL:",
+        "    if False:",
+        PICKLE,
+        OPCODES,
+    ),
+    cut(
+        "number of steps",
+        "opcodes.py",
+        "        for _ in range(self._limits.opcodes):",
+        "        while True:",
+        OPCODES,
+    ),
+    cut(
+        "number of containers",
+        "opcodes.py",
+        "        if self._containers > self._limits.containers:",
+        "        if False:",
+        OPCODES,
+    ),
+    cut(
+        "what was made stays as it is",
+        "opcodes.py",
+        "        if box.sealed:",
+        "        if False:",
+        OPCODES,
+    ),
+    cut(
+        "copies of one value",
+        "opcodes.py",
+        "        if self._copied > 2 * len(self._data):",
+        "        if False:",
+        PICKLE,
+    ),
+    cut(
+        "memory without content",
+        "calls.py",
+        "    if len(args) == 1 and type(args[0]) is int:",
+        "    if False:",
+        PICKLE,
+    ),
+    cut(
+        "a storage as large as its record",
+        "calls.py",
+        "    if nbytes != records[key]:",
+        "    if False:",
+        RECORD,
+        OPCODES,
+    ),
+    cut(
+        "a tensor within its storage",
+        "calls.py",
+        "    if (offset + span) * item > nbytes:",
+        "    if False:",
+        PICKLE,
+    ),
+    cut(
+        "a tensor that repeats its elements",
+        "calls.py",
+        "    if logical > max(span * item, limits.expanded_bytes):",
+        "    if False:",
+        PICKLE,
+    ),
+    cut(
+        "more elements than any memory",
+        "calls.py",
+        "        if logical > _BIGGEST or span > _BIGGEST:",
+        "        if False:",
+        PICKLE,
+    ),
+    cut(
+        "plain dtypes only",
+        "calls.py",
+        "    if dtype not in READABLE:",
+        "    if False:",
+        PICKLE,
+    ),
+    cut(
+        "what contains itself",
+        "survey.py",
+        "        if id(value) in open_ones:",
+        "        if False:",
+        SURVEY,
+    ),
+    cut(
+        "depth",
+        "survey.py",
+        "    if levels > limits.depth:",
+        "    if False:",
+        SURVEY,
+    ),
+    cut(
+        "number of values",
+        "survey.py",
+        "    if count > limits.values:",
+        "    if False:",
+        SURVEY,
+    ),
+)
