@@ -82,6 +82,7 @@ def open_regular(directory: int, name: str) -> IO[bytes]:
 def _special(directory: int, name: str) -> str:
     mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
     kinds = (
+        (stat.S_ISREG, "a file"),
         (stat.S_ISLNK, "a symbolic link"),
         (stat.S_ISDIR, "a directory"),
         (stat.S_ISFIFO, "a FIFO"),

@@ -22,6 +22,8 @@ INDEX = "index.json"
 MAX_SHARDS = 1000
 MAX_INDEX_BYTES = 1_000_000
 MAX_STEP = 10**12 - 1  # what twelve digits hold
+MAX_GENERATION = 999_999
+MAX_ORDINAL = 2**53
 _REMEMBERED = 4096  # bytes of an index up to which what it says is remembered, by all of its bytes
 _LONGEST_REASON = 2000  # characters of a mark's reason
 _METRIC_BITS = 1023  # of an int that a float can hold too
@@ -315,9 +317,9 @@ def _to_index(content: dict[str, Any], name: str) -> Index:
     if type(run) is not dict or run.keys() != {"id", "ordinal"}:
         _corrupt(name, "run", run, "id and ordinal")
     _hex(run["id"], 32, name, "run.id")
-    ordinal = _whole(run["ordinal"], 1, 2**53, name, "run.ordinal")
+    ordinal = _whole(run["ordinal"], 1, MAX_ORDINAL, name, "run.ordinal")
     step = _whole(content["step"], 0, MAX_STEP, name, "step")
-    generation = _whole(content["generation"], 0, 999_999, name, "generation")
+    generation = _whole(content["generation"], 0, MAX_GENERATION, name, "generation")
     layout = _one_of(content["layout"], ("single", "sharded"), name, "layout")
     durability = _one_of(content["durability"], ("full", "process"), name, "durability")
     metrics = content["metrics"]

@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import re
 import struct
+from collections import OrderedDict
 from typing import Any, NoReturn
 
 from resumable_data.checkpoint.calls import CALLS, resolve, storage
@@ -18,6 +19,8 @@ _INT4, _UINT4, _UINT2 = struct.Struct("<i"), struct.Struct("<I"), struct.Struct(
 _FLOAT = 0.0
 _FLOATS = re.compile(rb"(?:G.{8})+", re.DOTALL)  # a list of a million losses is a few thousand of these
 _LONGEST_GLOBAL = 300
+_MOST_ALIKE = 1000  # keys of one dict with a hash that another one has; honest ones have hardly any
+_INTS = frozenset({int})
 _MISREAD = (IndexError, KeyError, struct.error, UnicodeDecodeError)
 
 
@@ -52,6 +55,7 @@ class _Machine:
         self._below: list[list[Any]] = []  # the stacks under each open mark
         self._memo: dict[int, Any] = {}
         self._storages: dict[str, Storage] = {}
+        self._hashed: list[Box] = []  # dicts and sets
         self._containers = self._copied = 0
         self._table = {getattr(pickle, name)[0]: getattr(self, f"_{name.lower()}") for name in _OPCODES}
 
@@ -71,6 +75,8 @@ class _Machine:
     def _result(self) -> Any:
         if self._pos != len(self._data) or self._below or len(self._stack) != 1:
             raise CheckpointCorruptError("its pickle goes on behind its end, or leaves something over")
+        for box in self._hashed:
+            _check_hashes(box)
         return self._stack[0]
 
     def _refuse(self, opcode: int) -> NoReturn:
@@ -105,6 +111,8 @@ class _Machine:
         self._containers += 1
         if self._containers > self._limits.containers:
             raise CheckpointLimitError(f"it makes more than {self._limits.containers} containers")
+        if type(value) is Box and value.kind != "list":
+            self._hashed.append(value)
         self._stack.append(value)
 
     def _changing(self, *kinds: str) -> Box:
@@ -246,6 +254,7 @@ class _Machine:
             type(state) is not Box
             or state.kind != "dict"
             or not {str}.issuperset(map(type, state.items[::2]))
+            or any(hasattr(OrderedDict, name) for name in state.items[::2])  # would hide its methods
         ):
             raise CheckpointSecurityError("it gives an OrderedDict a state that is no dict of names")
         self._copied += len(state.items)
@@ -253,6 +262,22 @@ class _Machine:
 
     def _binpersid(self) -> None:
         self._stack.append(storage(self._stack.pop(), self._records, self._storages))
+
+
+def _check_hashes(box: Box) -> None:
+    """Refuse keys chosen to have one hash, among which a dict searches one by one: days for a small file."""
+    keys = box.items if box.kind == "set" else box.items[::2]
+    if len(keys) <= _MOST_ALIKE:
+        return
+    # floats have stand-ins, and strings a hash that nobody can know beforehand
+    hashes = [
+        hash(key)
+        for key in keys
+        if type(key) is int or (type(key) is tuple and _INTS.issuperset(map(type, key)))
+    ]
+    alike = len(hashes) - len(set(hashes))
+    if alike > _MOST_ALIKE:
+        raise CheckpointLimitError(f"{alike} keys of one dict or set have a hash that others have, too")
 
 
 _OPCODES = (

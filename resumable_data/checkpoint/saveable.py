@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,7 +79,7 @@ def rebuild(tree: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
 def _collect(tree: Any) -> list[_Met]:
     """Check every value; the tensors met, each object once, with its key path."""
     tensors: dict[int, _Met] = {}
-    seen: set[int] = set()
+    seen: dict[int, int] = {}  # the deepest place of each container
     stack: list[tuple[Any, str, tuple[int, ...]]] = [(tree, "", ())]
     while stack:
         value, path, above = stack.pop()
@@ -98,9 +99,9 @@ def _collect(tree: Any) -> list[_Met]:
             raise TypeError(_message(value, path))
         if id(value) in above or len(above) >= DEEPEST:
             raise TypeError(f"state{path} contains itself, or nests deeper than {DEEPEST} levels")
-        if id(value) in seen:
+        if seen.get(id(value), -1) >= len(above):
             continue
-        seen.add(id(value))
+        seen[id(value)] = len(above)
         for step, item in _children(value, path):
             stack.append((item, path + step, (*above, id(value))))
     return list(tensors.values())
@@ -128,7 +129,10 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
             what = _message(key, path) if type(key) not in _LEAVES else _odd(key)
             raise TypeError(f"state{path} has a key that cannot be saved: {what}")
     # state_dict() hangs its metadata on the OrderedDict; pickle saves that too
-    hung = [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+    named = getattr(value, "__dict__", {})
+    if shadowing := sorted(name for name in named if hasattr(type(value), name)):
+        raise TypeError(f"state{path} has attributes that hide its methods: {shadowing}; delete them")
+    hung = [(f".{name}", item) for name, item in named.items()]
     return [(f"[{key!r}]", item) for key, item in value.items() if not _is_plain(item)] + hung
 
 
@@ -167,6 +171,9 @@ def _own_storage(tensors: list[_Met], copy: bool) -> dict[int, torch.Tensor]:
     """Replacements, by id, of the tensors whose storage is larger than what is saved of it."""
     groups: dict[tuple[torch.device, int, int], list[_Met]] = {}
     owned: dict[int, torch.Tensor] = {}
+    # torch saves the memory at one address under one dtype
+    seen_as = {_typed_address(tensor) for tensor, _ in tensors}
+    several = {place for place, count in Counter(place for place, _ in seen_as).items() if count > 1}
     for tensor, path in tensors:
         storage = tensor.untyped_storage()
         if tensor.numel() == 0:
@@ -175,7 +182,7 @@ def _own_storage(tensors: list[_Met], copy: bool) -> dict[int, torch.Tensor]:
                 empty = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
                 owned[id(tensor)] = like(tensor, empty)
         elif tensor.is_conj() or tensor.is_neg():  # lazy views: torch.save takes their storage whole
-            if copy:
+            if copy or _typed_address(tensor)[0] in several:
                 owned[id(tensor)] = like(tensor, tensor.detach().resolve_conj().resolve_neg().clone())
         else:  # the size too: numpy's memory may be under two storages that begin at one address
             place = (tensor.device, storage.data_ptr(), storage.nbytes())
@@ -184,11 +191,16 @@ def _own_storage(tensors: list[_Met], copy: bool) -> dict[int, torch.Tensor]:
         clusters = _clusters(group)
         kept = sum(end - start for start, end, _ in clusters)
         whole = kept == group[0][0].untyped_storage().nbytes()
-        # torch saves a storage under one dtype, so tensors of several must not share one
-        if copy or not whole or len({tensor.dtype for tensor, _ in group}) > 1:
+        if copy or not whole or _typed_address(group[0][0])[0] in several:
             for start, end, members in clusters:
                 owned.update(_move(members, start, end))
     return owned
+
+
+def _typed_address(tensor: torch.Tensor) -> tuple[tuple[torch.device, int], torch.dtype | None]:
+    """Where a tensor's storage begins, and as what torch saves it; None without elements, which is saved anew."""
+    dtype = tensor.dtype if tensor.numel() else None
+    return (tensor.device, tensor.untyped_storage().data_ptr() if tensor.numel() else 0), dtype
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import warnings
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from resumable_data.checkpoint.atomic import named_errors
 from resumable_data.checkpoint.retention import Policy
 from resumable_data.checkpoint.store import Entry, Store
 from resumable_data.checkpoint.writer import Writer
-from resumable_data.errors import CheckpointError
+from resumable_data.errors import CheckpointError, CheckpointWriteError
 
 Metrics = Mapping[str, "int | float | None"]
 
@@ -71,6 +72,10 @@ class Session:
         run = self._run
         if run is None or (self.last is not None and step < self.last.step):
             run = secrets.token_hex(16), store.largest_ordinal() + 1
+            if run[1] > layout.MAX_ORDINAL:
+                raise _used_up(
+                    store, f"an index there says it is of run {run[1] - 1}, so that none can be newer"
+                )
         stamp = layout.Stamp(*run, step, _next_generation(store, step), metrics)
         entry = store.commit(payload, stamp)
         if entry.index is None:  # for the type: what was just written has one
@@ -136,4 +141,16 @@ def newest(store: Store) -> layout.Index | None:
 
 
 def _next_generation(store: Store, step: int) -> int:
-    return max(store.generations(step, store.names()), default=-1) + 1
+    generation = max(store.generations(step, store.names()), default=-1) + 1
+    if generation > layout.MAX_GENERATION:
+        raise _used_up(store, f"a file of step {step} there has the last generation that a name can have")
+    return generation
+
+
+def _used_up(store: Store, why: str) -> CheckpointWriteError:
+    return CheckpointWriteError(
+        f"{store.directory}: {why}, and what is saved now would never be found. No run comes that far; find out "
+        "who put it there and move it away, or save into another directory. Nothing was written.",
+        errno=errno.EOVERFLOW,
+        path=str(store.directory),
+    )

@@ -95,7 +95,7 @@ def _by_storage(tensors: Iterable[torch.Tensor]) -> tuple[list[_Group], dict[int
             plain = plain.resolve_conj().resolve_neg()
         storage = plain.untyped_storage()
         if not storage.nbytes():
-            own = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype)
+            own = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device="cpu")
             empty[id(tensor)] = like(tensor, own)
             continue
         # the size too: numpy's memory may be under two storages that begin at one address
@@ -108,7 +108,7 @@ def _over(group: _Group, storage: torch.UntypedStorage) -> dict[int, torch.Tenso
     """The tensors of a group over another storage."""
     moved = {}
     for key, (tensor, plain) in group.members.items():
-        own = torch.empty(0, dtype=plain.dtype)
+        own = torch.empty(0, dtype=plain.dtype, device="cpu")
         own = own.set_(storage, plain.storage_offset(), plain.shape, plain.stride())
         moved[key] = like(tensor, own)
     return moved
@@ -127,7 +127,8 @@ def _home(device: torch.device) -> str:
 
 
 def _empty(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    # named: the program may have set another default device
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def _no_memory(error: BaseException, nbytes: int) -> CheckpointWriteError:

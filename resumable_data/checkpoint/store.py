@@ -329,7 +329,9 @@ class Store:
         """Delete a checkpoint, its data first; its mark goes last, so that it never looks good again."""
         committing.remove(self.directory, self.ops, entry.name)
         kinds = [] if entry.sharded else ["json"]
-        kinds += [] if entry.marked is None else ["bad.json"]
+        # a directory that was put together by hand may hold the other layout of it, under the same mark
+        other = layout.checkpoint_name(entry.step, entry.generation, sharded=not entry.sharded)
+        kinds += [] if entry.marked is None or self._is_there(other) else ["bad.json"]
         for kind in kinds:
             path = self.directory / layout.file_name(entry.step, entry.generation, kind)
             with contextlib.suppress(FileNotFoundError):  # a damaged checkpoint may have none
