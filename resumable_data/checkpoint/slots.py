@@ -106,7 +106,7 @@ def _field_difference(kind: str, field: Any, value: Any, place: Place) -> str:
 def _number_difference(field: str, value: Any, where: str) -> str:
     number = value
     if isinstance(value, torch.Tensor):
-        if value.dim() or kind_of(value.dtype) == "complex" or value.dtype is torch.bool:
+        if value.dim() or kind_of(value.dtype) == "complex":
             return f"state {field} {where} is {list(value.shape)} {value.dtype} in the file, a number is expected"
         number = value.item()
     if not is_number(number) or not is_finite(number) or (number < 0 and field in _COUNTS):
@@ -153,14 +153,16 @@ def foreign_differences(
         name = f"state {label(field)} {where}"
         if value is None or here is None:
             continue
-        if isinstance(value, torch.Tensor) is not isinstance(here, torch.Tensor):
-            if not (is_number(value) or is_number(here)):  # counters may be either
-                found.append(f"{name} is a {type(value).__name__} in the file, a {type(here).__name__} here")
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and isinstance(here, torch.Tensor):
             if kind_of(value.dtype) != kind_of(here.dtype):
                 found.append(f"{name} is {value.dtype} in the file, {here.dtype} here")
             elif here.shape == parameter.shape != value.shape and parameter.dim():
                 found.append(f"{name} has shape {list(value.shape)} in the file, {list(here.shape)} here")
-        elif type(value) is not type(here) and not (is_number(value) and is_number(here)):
+        elif type(value) is not type(here) and not (_counts(value) and _counts(here)):
             found.append(f"{name} is a {type(value).__name__} in the file, a {type(here).__name__} here")
     return found
+
+
+def _counts(value: Any) -> bool:
+    """Whether a value may be a counter, which is a number in one place and a tensor in another."""
+    return is_number(value) or isinstance(value, torch.Tensor)

@@ -45,11 +45,27 @@ def _own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
+def snapshot(state: Any) -> Any:
+    """A deep copy, also of tensors that hang on a graph, such as a loss that was not detached."""
+    memo: dict[int, Any] = {}
+    seen: set[int] = set()
+    stack = [state]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            if not value.is_leaf:  # torch refuses to copy it
+                memo[id(value)] = value.detach().clone()
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            stack.extend(value.values() if isinstance(value, dict) else value)
+    return copy.deepcopy(state, memo)
+
+
 def module_undo(module: torch.nn.Module) -> Undo:
     """Put a module's tensors back: the same objects, holding the values they hold now; extra state as well."""
     held = [(sub, name, tensor) for sub in module.modules() for name, tensor in _own_tensors(sub)]
     refill = _refill(tensor for _, _, tensor in held)
-    extra = [(sub, copy.deepcopy(sub.get_extra_state())) for sub in module.modules() if _has_extra(sub)]
+    extra = [(sub, snapshot(sub.get_extra_state())) for sub in module.modules() if _has_extra(sub)]
 
     def undo() -> None:
         for sub, name, tensor in held:
@@ -101,7 +117,7 @@ def optimizer_undo(optimizer: torch.optim.Optimizer) -> Undo:
     fields = {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}
     items = [(group, dict(group)) for group in groups]
     hooked = any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
-    own = hooked or not is_torchs(optimizer.load_state_dict) or not is_torchs(optimizer.__setstate__)
+    own = hooked or not is_torchs(optimizer.load_state_dict)
     refill = _refill(_tensors_in([fields, [item for _, item in items]]) if own else ())
     whole = list(groups)
 

@@ -60,6 +60,14 @@ PAYLOADS = {
     ),
     "frozen": ("which of its parameters", set_at("wiring", "frozen", "model", value={"0.weight": 1})),
     "weights of odd names": ("an int of .* bits is only in", set_at("model", HUGE, value=torch.ones(1))),
+    "weights of a long name": (
+        "a string of 9000000 characters is only in",
+        set_at("model", "x" * 9_000_000, value=torch.ones(1)),
+    ),
+    "weights of a terminal's name": (
+        r"'\\x1b\[2J' is only in",
+        set_at("model", "\x1b[2J", value=torch.ones(1)),
+    ),
     "weight on meta": (
         "0.weight has no values",
         set_at("model", "0.weight", value=lambda w: w.to("meta")),
@@ -201,7 +209,7 @@ def test_a_vector_of_adafactor_has_a_variance():
         ("d", torch.ones(6, dtype=torch.int8), "int8"),
         ("prev_flat_grad", [1.0], "prev_flat_grad of parameter 0 is a list"),
         ("old_dirs", [torch.ones(5)], r"old_dirs of parameter 0 has shape \[5\]"),
-        ("old_stps", "evil", "old_stps of parameter 0 is a str"),
+        ("old_stps", 3, "old_stps of parameter 0 is a int"),
         ("old_stps", [None], "old_stps of parameter 0 is a NoneType"),
         ("n_iter", -1, "n_iter of parameter 0 is -1"),
         ("func_evals", "x", "func_evals of parameter 0 is a str"),
@@ -406,6 +414,13 @@ def test_weights_and_moments_of_nan_come_back_bit_by_bit():
     assert torch.equal(moment[:3].view(torch.int32), bits)
 
 
+def test_a_parameter_whose_state_was_only_looked_at_has_none():
+    optimizer, other = torch.optim.Adam([parameter(2)]), torch.optim.Adam([parameter(2)])
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]] == {}
+    apply_payload(through_a_file(build_payload({"optimizer": optimizer}, step=0)), {"optimizer": other})
+    other.step()
+
+
 class Tied(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -547,12 +562,21 @@ def test_a_foreign_optimizer_raises_no_alarm(present):
         ("mask", torch.zeros(3), "mask of parameter 0 is torch.float32"),
         ("mask", "evil", "mask of parameter 0 is a str"),
         ("kind", 3, "kind of parameter 0 is a int in the file, a str here"),
+        ("count", "evil", "count of parameter 0 is a str in the file, a int here"),
     ],
 )
 def test_a_foreign_optimizers_present_state_tells(name, value, match):
     payload = poisoned(field(name, value), {"optimizer": foreign(3)})
     refused(payload, {"optimizer": foreign(1)}, match)
     apply_payload(payload, {"optimizer": foreign(0)})
+
+
+@pytest.mark.parametrize(("name", "value"), [("full", None), ("count", torch.tensor(3.0)), ("count", 3.0)])
+def test_a_foreign_optimizer_may_hold_nothing_or_count_in_a_tensor(name, value):
+    payload = poisoned(field(name, value), {"optimizer": foreign(3)})
+    optimizer = foreign(1)
+    apply_payload(payload, {"optimizer": optimizer})
+    assert picture(optimizer.state_dict()["state"][0][name]) == picture(value)
 
 
 def test_a_foreign_optimizers_rates_are_checked_too():

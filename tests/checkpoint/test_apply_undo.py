@@ -6,7 +6,7 @@ import torch
 from checkpoint.helpers import Run
 from checkpoint.payloads import picture, through_a_file, whole
 from resumable_data.checkpoint import apply_payload, build_payload, models, payload, undo
-from resumable_data.errors import CheckpointMismatchError
+from resumable_data.errors import CheckpointMismatchError, StateMismatchError
 
 
 class Hooked(torch.nn.Linear):
@@ -51,7 +51,7 @@ def everything(seed, steps):
 def identities(objects):
     model, optimizer = objects["model"], objects["optimizer"]
     tensors = [p for name in ("model", "hooked") for p in objects[name].parameters()]
-    groups = [optimizer.param_groups, *optimizer.param_groups, optimizer.state]
+    groups = [optimizer.param_groups, *optimizer.param_groups, optimizer.state, *optimizer.state.values()]
     buffers = list(model.buffers())
     return [id(x) for x in [*tensors, *[p.grad for p in tensors], *groups, *buffers]]
 
@@ -255,7 +255,8 @@ class Writing(torch.optim.SGD):
         for fields in self.state.values():
             fields["momentum_buffer"].zero_()
             fields["more"] = 1
-        self.param_groups[0]["lr"] = 7.0
+        self.state["mine"] = {"calls": 1}
+        self.param_groups[0] |= {"lr": 7.0, "more": 1}
         del self.param_groups[1:]
         raise OSError("no")
 
@@ -278,6 +279,11 @@ def test_an_optimizer_with_loading_of_its_own_is_put_back_with_its_values():
     assert whole(objects) == before
     after = [fields["momentum_buffer"] for fields in objects["optimizer"].state.values()]
     assert all(a is b for a, b in zip(after, held, strict=True))
+
+
+def test_the_parameters_in_an_optimizers_groups_are_not_copied():
+    tensor = torch.ones(1)
+    assert list(undo._tensors_in([{"params": [torch.nn.Parameter(tensor)], "x": (tensor,)}])) == [tensor]
 
 
 @pytest.mark.parametrize("register", ["pre", "post"])
@@ -309,6 +315,17 @@ def test_after_a_failure_the_run_goes_on_as_if_nothing_had_been(monkeypatch):
     with pytest.raises(CheckpointMismatchError, match=r"optimizer: .*everything was put back"):
         apply_payload(ahead, run.objects)
     assert run.train(9) == expected
+
+
+def test_an_error_of_ours_passes_unchanged_once_all_is_put_back():
+    objects = {"first": Holder(1), "last": Holder(2)}
+    saved = build_payload({"first": Holder(3), "last": Holder(4)}, step=0)
+    error = StateMismatchError("another loader", fields={})
+    objects["last"].error = error
+    with pytest.raises(StateMismatchError) as caught:
+        apply_payload(saved, objects)
+    assert caught.value is error
+    assert (objects["first"].value, objects["last"].value) == (1, 2)
 
 
 class Checked(Holder):

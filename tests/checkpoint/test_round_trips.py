@@ -136,6 +136,33 @@ def test_complex_parameters_have_complex_state(kind):
     assert picture(first[1].state_dict()) == picture(second[1].state_dict())
 
 
+def test_lbfgs_keeps_the_real_view_of_complex_parameters():
+    def build():
+        parameter = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+        optimizer = torch.optim.LBFGS([parameter], lr=0.1, max_iter=3)
+
+        def step():
+            def closure():
+                optimizer.zero_grad()
+                loss = (parameter - 0.5j).abs().pow(2).sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+        return parameter, optimizer, step
+
+    first, second = build(), build()
+    first[2]()
+    objects = {"model": torch.nn.ParameterList([first[0]]), "optimizer": first[1]}
+    payload = through_a_file(build_payload(objects, step=1))
+    apply_payload(payload, {"model": torch.nn.ParameterList([second[0]]), "optimizer": second[1]})
+    for run in (first, second):
+        run[2]()
+    assert torch.equal(first[0], second[0])
+    assert picture(first[1].state_dict()) == picture(second[1].state_dict())
+
+
 class Decay:
     """A rate as an object, which the scheduler saves with it."""
 
@@ -168,6 +195,9 @@ SCHEDULERS = {
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
     "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6, 2),
     "SequentialLR": sequential,
+    "SequentialLR object": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LambdaLR(o, Decay(0.9)), lr_scheduler.ExponentialLR(o, 0.9)], [9]
+    ),
     "ChainedScheduler": chained,
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5, 0.01),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2),
