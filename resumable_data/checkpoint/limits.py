@@ -7,6 +7,7 @@ from dataclasses import dataclass
 DEEPEST = 64  # levels of containers
 INT_BITS = 8 * 255 - 1  # the longest int that a safe load reads; its unpickler has no opcode for more
 EXPANDED_BYTES = 1 << 34  # 16 GiB
+CONTAINERS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Limits:
     entries: int = 1 << 20
     pickle_bytes: int = 1 << 30
     opcodes: int = 1 << 27
-    containers: int = 1 << 23
+    containers: int = CONTAINERS
     values: int = 1 << 26
     depth: int = DEEPEST
     expanded_bytes: int = EXPANDED_BYTES

@@ -324,7 +324,7 @@ def _object_step(name: str, value: Any, saved: Any, override: set[str]) -> Step:
     check = getattr(value, "check_state_dict", None)
     if callable(check):
         check(saved, **options)
-    snapshot = copy.deepcopy(value.state_dict())
+    snapshot = undo.snapshot(value.state_dict())
     # a copy: an object may keep what it is given, and the payload must stay as it was
     own = copy.deepcopy(saved)
     unchanged_empty = saved == {} and snapshot == {} if isinstance(saved, dict) else False

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from resumable_data.checkpoint.limits import DEEPEST, EXPANDED_BYTES, INT_BITS
+from resumable_data.checkpoint.limits import CONTAINERS, DEEPEST, EXPANDED_BYTES, INT_BITS
 
 _LEAVES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray}
@@ -27,6 +27,8 @@ READABLE = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and str(dtype) not in _NARROW | _QUANTIZED
 )
+
+_CONTAINERS_OF_TENSOR = 4  # at least: its size, its strides and what it is made with are tuples in the file
 
 _Met = tuple[torch.Tensor, str]  # a tensor and its key path
 
@@ -104,6 +106,11 @@ def _collect(tree: Any) -> list[_Met]:
         seen[id(value)] = len(above)
         for step, item in _children(value, path):
             stack.append((item, path + step, (*above, id(value))))
+    if len(seen) + _CONTAINERS_OF_TENSOR * len(tensors) > CONTAINERS:
+        raise TypeError(
+            f"state has more than {CONTAINERS} lists, tuples, dicts and parts of tensors, which a load would "
+            "refuse; put numbers into tensors, and small tensors into larger ones"
+        )
     return list(tensors.values())
 
 

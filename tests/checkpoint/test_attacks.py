@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from resumable_data.checkpoint import CheckpointManager, layout, opcodes
+from resumable_data.checkpoint import CheckpointManager, layout, opcodes, saveable
 from resumable_data.checkpoint.store import Store
 from resumable_data.errors import CheckpointLimitError, CheckpointSecurityError, CheckpointWriteError
 
@@ -118,6 +118,50 @@ def test_a_file_in_the_place_of_a_directory_is_called_a_file(tmp_path):
     (tmp_path / "step_000000000001").touch()
     with pytest.raises(CheckpointSecurityError, match="step_000000000001: a file; expected a directory"):
         CheckpointManager(tmp_path).load_latest()
+
+
+@pytest.mark.parametrize("value", [[[i] for i in range(20)], [torch.zeros(1) for _ in range(20)]])
+def test_more_containers_than_a_load_reads_are_not_saved(value, monkeypatch):
+    saveable.prepare(value)
+    monkeypatch.setattr(saveable, "CONTAINERS", 20)
+    with pytest.raises(TypeError, match="which a load would refuse"):
+        saveable.prepare([value, []])
+
+
+class Keeper(torch.nn.Module):
+    """Keeps a tensor that hangs on a graph, as a module's extra state."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.kept = torch.full((2,), value, requires_grad=True) * 2
+
+    def get_extra_state(self):
+        return {"kept": [self.kept]}
+
+    def set_extra_state(self, state):
+        (self.kept,) = state["kept"]
+
+
+class Plain:
+    """The same of an object that is no module."""
+
+    def __init__(self, value):
+        self.kept = torch.full((2,), value, requires_grad=True) * 2
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
+
+
+@pytest.mark.parametrize("kind", [Keeper, Plain])
+def test_a_tensor_on_a_graph_in_the_present_state_hinders_no_restore(tmp_path, kind):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"kept": kind(1.0)})
+    other = kind(3.0)
+    CheckpointManager(tmp_path).restore({"kept": other})
+    assert other.kept.tolist() == [2.0, 2.0]
 
 
 # ── hostile ──────────────────────────────────────────────────────────────────────────────────────────
