@@ -169,6 +169,7 @@ def torch_save(value: Any, sink: Sink) -> None:
     except RuntimeError as error:
         # one that met `Sink.write` outside its try is behind torch's complaint about the bytes missing
         first = error.__context__
-        if first is not None and first is not ambient and not isinstance(first, Exception):
+        missing = not isinstance(first, Exception) or "unexpected pos" in str(error)
+        if first is not None and first is not ambient and missing:
             raise first from None
         raise

@@ -222,10 +222,11 @@ class Store:
             if fd is None:
                 raise CheckpointNotFoundError(f"{self.directory}: no such directory")
             payload, seen = gate.load_verified(fd, entry.index)
-        step = payload.get("state", {}).get("step") if isinstance(payload, dict) else None
-        if step != entry.step:
+        state = payload.get("state") if isinstance(payload, dict) else None
+        step = state.get("step") if isinstance(state, dict) else None
+        if type(step) is not int or step != entry.step:
             raise CheckpointCorruptError(
-                f"{entry.name}: holds step {step!r}, its index says {entry.step}",
+                f"{entry.name}: holds step {repr(step)[:40]}, its index says {entry.step}",
                 expected=entry.step,
                 found=step,
             )

@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from resumable_data.checkpoint import CheckpointManager, layout, opcodes, saveable
+from resumable_data.checkpoint.committing import Form, commit
+from resumable_data.checkpoint.fsops import FS
+from resumable_data.checkpoint.sink import torch_save
 from resumable_data.checkpoint.store import Store
-from resumable_data.errors import CheckpointLimitError, CheckpointSecurityError, CheckpointWriteError
+from resumable_data.errors import (
+    CheckpointCorruptError,
+    CheckpointLimitError,
+    CheckpointSecurityError,
+    CheckpointWriteError,
+)
 
 BOTH_WAYS = pytest.mark.parametrize("blocking", [True, False])
 
@@ -164,6 +172,25 @@ def test_a_tensor_on_a_graph_in_the_present_state_hinders_no_restore(tmp_path, k
     assert other.kept.tolist() == [2.0, 2.0]
 
 
+class LateError(Exception):
+    """What the handler of a timer raises."""
+
+
+class Interrupted:
+    """A sink in whose first write a signal handler raises, outside of all that the sink catches."""
+
+    def write(self, data):
+        raise LateError
+
+    def flush(self):
+        pass
+
+
+def test_what_a_signal_handler_raises_in_a_save_comes_out_as_itself():
+    with pytest.raises(LateError):
+        torch_save({"value": torch.ones(3)}, Interrupted())
+
+
 # ── hostile ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -196,3 +223,10 @@ def test_keys_of_one_hash_are_refused(form, wrap):
 @pytest.mark.parametrize("keys", [range(5000), [(i, -i) for i in range(5000)], [i / 7 for i in range(5000)]])
 def test_many_keys_as_they_come_are_read(keys):
     opcodes.scan(pickled([dict.fromkeys(keys), set(keys)]), {}, opcodes.Limits())
+
+
+@pytest.mark.parametrize("state", [[1], None, {"step": torch.ones(3)}, {"step": True}], ids=repr)
+def test_a_state_of_another_shape_is_damage(tmp_path, state):
+    commit(tmp_path, FS, Form(), {"state": state}, layout.Stamp("a" * 32, 1, 1, 0, {}))
+    with pytest.raises(CheckpointCorruptError, match="its index says 1"):
+        CheckpointManager(tmp_path).load_latest()
