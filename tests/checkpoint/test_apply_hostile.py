@@ -235,6 +235,21 @@ def test_a_tensor_for_a_rate_keeps_shape_dtype_and_is_finite():
         refused(payload, {"optimizer": build()}, match)
 
 
+def test_a_tensor_of_many_rates_is_finite_throughout():
+    optimizer = foreign(1)
+    optimizer.param_groups[0]["rank"] = torch.ones(3)
+    payload = poisoned(group("rank", torch.tensor([1, math.inf, 1])), {"optimizer": optimizer})
+    refused(payload, {"optimizer": optimizer}, "rank is not finite")
+
+
+def test_an_optimizers_own_tensors_may_be_infinite():
+    first, second = foreign(1), foreign(1)
+    first.param_groups[0] |= {"rank": torch.tensor(math.inf), "mine": torch.tensor(math.inf)}
+    second.param_groups[0] |= {"rank": torch.tensor(-math.inf), "mine": torch.tensor(1.0)}
+    apply_payload(build_payload({"optimizer": first}, step=1), {"optimizer": second})
+    assert second.param_groups[0]["rank"] == second.param_groups[0]["mine"] == math.inf
+
+
 # ── schedulers and scalers ───────────────────────────────────────────────────────────────────────────
 
 
@@ -475,7 +490,7 @@ class Growing(lr_scheduler.LRScheduler):
     """Keeps a history, and begins with nothing best."""
 
     def __init__(self, optimizer):
-        self.history, self.best_loss, self.note = [], None, math.inf
+        self.history, self.best_loss, self.note, self.table = [], None, math.inf, {}
         super().__init__(optimizer)
 
     def get_lr(self):
@@ -508,6 +523,8 @@ def test_the_state_of_a_foreign_scheduler_may_grow_and_hold_odd_numbers():
         ("step is only in the file", at("step", value=3)),
         ("optimizer is only in the file", at("optimizer", value=3)),
         ("history is a str", at("history", value="evil")),
+        ("note is a dict", at("note", value={})),
+        ("table is a str", at("table", value="evil")),
         ("last_epoch is nan", at("last_epoch", value=math.nan)),
         ("best_loss is missing", del_at("scheduler", "best_loss")),
     ],
@@ -515,6 +532,29 @@ def test_the_state_of_a_foreign_scheduler_may_grow_and_hold_odd_numbers():
 def test_a_foreign_scheduler_keeps_its_methods_and_types(match, change):
     payload = poisoned(change, {"scheduler": Growing(sgd())})
     refused(payload, {"scheduler": Growing(sgd())}, match)
+
+
+class Constant:
+    """Stands at "scheduler", and is none of torch's."""
+
+    def __init__(self):
+        self.rate = 0.5
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def test_any_object_at_scheduler_keeps_its_keys_and_types():
+    apply_payload(build_payload({"scheduler": Constant()}, step=0), {"scheduler": Constant()})
+    for match, change in [
+        ("evil is only in the file", at("evil", value=1)),
+        ("rate is missing in the file", del_at("scheduler", "rate")),
+        ("rate is a str", at("rate", value="evil")),
+    ]:
+        refused(poisoned(change, {"scheduler": Constant()}), {"scheduler": Constant()}, match)
 
 
 class Foreign(torch.optim.Optimizer):
