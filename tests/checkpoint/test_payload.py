@@ -330,6 +330,7 @@ def test_a_module_that_draws_while_loading_does_not_move_the_restored_streams():
 
 # ── optimizers and schedulers ────────────────────────────────────────────────────────────────────────
 
+
 def test_state_in_another_dtype_than_its_parameter_comes_back_exactly():
     model = torch.nn.Linear(2, 2).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
