@@ -7,9 +7,11 @@ from mutation import Mutation, checkpoint, crash, cut
 INDEX = checkpoint("layout")
 PAGE = checkpoint("format_page")
 GATE = checkpoint("gate")
+SPARSE = checkpoint("hostile", "row_8_a_sparse_file_is_never_hashed")
+SPECIAL = checkpoint("hostile", "rows_6_and_7_what_is_no_file")
 
 READING = (
-    cut("size of a file", "gate.py", "    if size != entry.size:", "    if False:", GATE),
+    cut("size of a file", "gate.py", "    if size != entry.size:", "    if False:", SPARSE),
     cut(
         "hash of a file",
         "gate.py",
@@ -36,14 +38,14 @@ READING = (
         "gate.py",
         "os.O_NONBLOCK |",
         "0 |",
-        checkpoint("hostile", "rows_6_and_7_what_is_no_file"),
+        SPECIAL,
     ),
     cut(
         "regular files only",
         "gate.py",
         "    if not stat.S_ISREG(os.fstat(fd).st_mode):",
         "    if False:",
-        GATE,
+        SPECIAL,
     ),
     cut("length of an index", "gate.py", "    if len(data) > MAX_INDEX_BYTES:", "    if False:", GATE),
     cut(

@@ -1,5 +1,6 @@
 """The page on the format: what it says is enough to read what is written here, and to write what is read here."""
 
+import hashlib
 import io
 import json
 import re
@@ -186,6 +187,17 @@ def test_a_bool_is_no_int(tmp_path, key):
     where[key] = True
     reseal(index, **content)
     with pytest.raises(CheckpointCorruptError, match=f"{key} is 'True'"):
+        newest(tmp_path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_json_does_not_have_is_refused(tmp_path, number):
+    index = page_format.write(tmp_path, payload_of(1), 1, metrics={"loss": 0.25})
+    text = index.read_text().replace("0.25", number)
+    body = re.sub(r'"index_sha256":"\w+",', "", text)
+    wanted = hashlib.sha256(body.encode()).hexdigest()
+    index.write_text(re.sub(r'(?<="index_sha256":")\w+', wanted, text))
+    with pytest.raises(CheckpointCorruptError, match="no JSON number"):
         newest(tmp_path)
 
 

@@ -392,10 +392,11 @@ def legacy():
     return buffer.getvalue()
 
 
-def twice():
+def twice(name="data.pkl", data=None):
+    data = PICKLES["12 os.system"][0] if data is None else data
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zipfile warns of what is meant here
-        return zipped([*parts(), ("archive/data.pkl", PICKLES["12 os.system"][0])])
+        return zipped([*parts(), (f"archive/{name}", data)])
 
 
 def behind_its_back():
@@ -415,6 +416,7 @@ ARCHIVES = {
     "22 zeros": (lambda: bytes(5000), "no zip archive"),
     "22 nothing": (lambda: b"", "no zip archive"),
     "23 twice": (twice, "two entries of the name"),
+    "23 a record twice": (lambda: twice("data/0", struct.pack("<3f", 2, 2, 2)), "two entries of the name"),
     "23 a storage twice": (lambda: zipped([*parts(), ("archive/data/00", b"")]), "data/00"),
     "23 another case": (lambda: zipped([*parts(), ("archive/DATA.PKL", TENSOR)]), "DATA.PKL"),
     "23 another prefix": (lambda: zipped([*parts(), ("other/data.pkl", TENSOR)]), "other/data.pkl"),
