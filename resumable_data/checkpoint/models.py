@@ -92,7 +92,7 @@ def _tie_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     first: dict[tuple[Any, ...], str] = {}
     found = []
     for key, tensor in current.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
+        if not isinstance(tensor, torch.Tensor):
             continue
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         other = first.setdefault(place, key)
@@ -129,6 +129,8 @@ def _unfit(key: str, current: torch.Tensor) -> str:
         return f"{key} has no shape yet: run a batch through the model first"
     if current.device.type == "meta":
         return f"{key} is on the meta device, which keeps no values"
+    if current.layout is not torch.strided:
+        return f"{key} is {current.layout} here, and only dense strided tensors are saved"
     if any(size > 1 and step == 0 for size, step in zip(current.shape, current.stride(), strict=True)):
         return f"{key} is expanded, elements share memory: torch cannot copy into it, clone() it"
     if current.is_inference() and not torch.is_inference_mode_enabled():

@@ -65,7 +65,7 @@ def _group_differences(
         return [f"{where} has {len(ids)} parameters in the file, {len(current['params'])} here"]
     found = []
     for key in (saved.keys() & current.keys()) - {"params"}:
-        known = slots.is_torchs_own(optimizer) or key in optimizer.defaults or key in _SCHEDULED
+        known = key in optimizer.defaults or key in _SCHEDULED  # what else there is, is the caller's own
         rules = _STRICT if known else _ANY_NUMBER
         found += value_differences(f"{where}.{label(key)}", saved[key], current[key], rules)
     for key in (saved.keys() - current.keys()) & _SCHEDULED:

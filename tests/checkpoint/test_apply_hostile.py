@@ -429,6 +429,48 @@ def test_weights_and_moments_of_nan_come_back_bit_by_bit():
     assert torch.equal(moment[:3].view(torch.int32), bits)
 
 
+class Numbered(torch.nn.Linear):
+    """Has a number among its tensors."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.number = 3
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "number"] = self.number
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.number = state.pop(prefix + "number")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_modules_state_may_hold_numbers():
+    source, target = Numbered(), Numbered()
+    source.number = 4
+    payload = through_a_file(build_payload({"model": source}, step=0))
+    apply_payload(payload, {"model": target})
+    assert target.number == 4
+    payload["model"]["number"] = torch.ones(1)
+    with pytest.raises(CheckpointMismatchError, match="number is a tensor in the file, a int in the model"):
+        apply_payload(payload, {"model": target})
+    assert target.number == 4
+
+
+def test_a_sparse_buffer_takes_no_values():
+    model, payload = torch.nn.Linear(2, 2), build_payload({"model": torch.nn.Linear(2, 2)}, step=0)
+    model.register_buffer("eye", torch.eye(2).to_sparse())
+    payload["model"]["eye"] = torch.eye(2).to_sparse()
+    with pytest.raises(CheckpointMismatchError, match="eye is torch.sparse_coo here, and only dense"):
+        apply_payload(payload, {"model": model})
+
+
+def test_a_model_on_the_meta_device_keeps_nothing():
+    payload = build_payload({"model": torch.nn.Linear(2, 2)}, step=0)
+    with pytest.raises(CheckpointMismatchError, match="weight is on the meta device"):
+        apply_payload(payload, {"model": torch.nn.Linear(2, 2, device="meta")})
+
+
 def test_a_parameter_whose_state_was_only_looked_at_has_none():
     optimizer, other = torch.optim.Adam([parameter(2)]), torch.optim.Adam([parameter(2)])
     assert optimizer.state[optimizer.param_groups[0]["params"][0]] == {}

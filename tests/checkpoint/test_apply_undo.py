@@ -391,3 +391,7 @@ def test_extra_state_may_change_its_size_but_not_its_type():
     assert model.value.numel() == 5
     with pytest.raises(CheckpointMismatchError, match="_extra_state is a Tensor in the file, a dict"):
         apply_payload(saved, {"model": Sized({})})
+    apply_payload(saved, {"model": (empty := Sized(None))})
+    assert empty.value.numel() == 5
+    apply_payload(build_payload({"model": Sized(None)}, step=0), {"model": model})
+    assert model.value is None

@@ -98,6 +98,16 @@ def test_places_without_known_names_are_not_compared():
     assert torch.equal(moment, source["optimizer"].state[source["model"].a.weight]["exp_avg"])
 
 
+def test_a_file_that_knew_no_names_is_not_compared_with_those_here():
+    source, target = trained(), trained("ba")
+    payload = build_payload({"optimizer": source["optimizer"]}, step=1)
+    payload["model"], payload["modes"] = (build_payload(source, step=1)[key] for key in ("model", "modes"))
+    payload["wiring"]["frozen"]["model"] = []
+    apply_payload(payload, target)
+    moment = target["optimizer"].state[target["model"].b.weight]["exp_avg"]
+    assert torch.equal(moment, source["optimizer"].state[source["model"].a.weight]["exp_avg"])
+
+
 @pytest.mark.parametrize("kind", [torch.optim.RAdam, torch.optim.SGD, torch.optim.Adamax])
 def test_another_class_of_optimizer_is_refused(kind):
     payload = build_payload(trained(), step=1)
