@@ -461,7 +461,7 @@ def test_a_sparse_buffer_takes_no_values():
     model, payload = torch.nn.Linear(2, 2), build_payload({"model": torch.nn.Linear(2, 2)}, step=0)
     model.register_buffer("eye", torch.eye(2).to_sparse())
     payload["model"]["eye"] = torch.eye(2).to_sparse()
-    with pytest.raises(CheckpointMismatchError, match="eye is torch.sparse_coo here, and only dense"):
+    with pytest.raises(CheckpointMismatchError, match=r"eye is torch\.sparse_coo here, and only dense"):
         apply_payload(payload, {"model": model})
 
 
