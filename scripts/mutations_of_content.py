@@ -207,7 +207,7 @@ CONTENT = (
         "survey.py",
         "        if id(value) in open_ones:",
         "        if False:",
-        SURVEY,
+        PICKLE,
     ),
     cut(
         "depth",
