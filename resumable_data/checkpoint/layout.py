@@ -38,6 +38,7 @@ _REQUIRED = frozenset(
 _SIGNATURE = "hmac_sha256"
 
 
+@functools.lru_cache(maxsize=1024)  # every save asks for the names of the same few checkpoints
 def file_name(step: int, generation: int, kind: str = "pt") -> str:
     """``step_<12 digits>`` with ``.g<n>`` for the n-th later generation of a step, and what stands behind it.
 
@@ -56,6 +57,7 @@ def checkpoint_name(step: int, generation: int, *, sharded: bool) -> str:
     return file_name(step, generation, "dir" if sharded else "pt")
 
 
+@functools.lru_cache(maxsize=1024)  # likewise
 def parse_name(name: str) -> tuple[int, int, str] | None:
     """(step, generation, kind) of a name that `file_name` gives; None for every other."""
     found = _NAME.fullmatch(name)

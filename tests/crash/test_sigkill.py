@@ -176,7 +176,7 @@ def test_killed_at_random_moments(zygote, reference, tmp_path, seed, every):
             arguments=("--every", str(every)),
         )
         runs += 1
-        assert runs < 8, "the trainer is too quick for its kills: nothing is being tested"
+        assert runs < 40, "the trainer is too quick for its kills: nothing is being tested"
 
 
 def test_killed_in_fresh_interpreters(reference, tmp_path):
