@@ -143,13 +143,27 @@ def reference(zygote, tmp_path_factory):
     return next(event for event in events if "done" in event)
 
 
-def kill_at_random(train, directory, reference, *, kills, seed, arguments=(), longest=0.4):
-    """Kill so many processes of one run, then let it finish; the moments are drawn from a seed."""
+@pytest.fixture(scope="module")
+def thirds(zygote, reference, tmp_path_factory):
+    """Workers -> seconds in which this machine does a third of the shortest run: kills up to then do strike."""
+    seconds = {}
+    for workers in "02":
+        begun = time.monotonic()
+        directory = tmp_path_factory.mktemp("pace") / "run"
+        check_end(zygote.train(directory, "--every", "3", "--workers", workers), reference)
+        seconds[workers] = (time.monotonic() - begun) / 3
+    return seconds
+
+
+def kill_at_random(train, directory, reference, *, kills, seed, longest, arguments=()):
+    """Kill so many processes of one run, then let it finish; the moments, up to `longest`, from a seed."""
     chance = random.Random(seed)
     done = struck = 0
     while struck < kills:
         workers = str(done % 2 * 2)
-        events = train(directory, "--workers", workers, *arguments, kill_after=chance.uniform(0, longest))
+        events = train(
+            directory, "--workers", workers, *arguments, kill_after=chance.uniform(0, longest[workers])
+        )
         status = check(directory, events, reference)
         done += 1
         if status == 0:
@@ -164,7 +178,7 @@ def kill_at_random(train, directory, reference, *, kills, seed, arguments=(), lo
 
 # the moments come from the seed, what they hit from the machine: three runs of 11 kills are 33 moments
 @pytest.mark.parametrize(("seed", "every"), [(0, 1), (1, 2), (2, 3)])
-def test_killed_at_random_moments(zygote, reference, tmp_path, seed, every):
+def test_killed_at_random_moments(zygote, reference, thirds, tmp_path, seed, every):
     struck = runs = 0
     while struck < 11:
         struck += kill_at_random(
@@ -174,13 +188,15 @@ def test_killed_at_random_moments(zygote, reference, tmp_path, seed, every):
             kills=11 - struck,
             seed=100 * seed + runs,
             arguments=("--every", str(every)),
+            longest=thirds,
         )
         runs += 1
-        assert runs < 40, "the trainer is too quick for its kills: nothing is being tested"
+        assert runs < 8, "the trainer is too quick for its kills: nothing is being tested"
 
 
 def test_killed_in_fresh_interpreters(reference, tmp_path):
-    assert kill_at_random(train_fresh, tmp_path / "run", reference, kills=3, seed=7, longest=0.25) == 3
+    longest = {"0": 0.25, "2": 0.25}
+    assert kill_at_random(train_fresh, tmp_path / "run", reference, kills=3, seed=7, longest=longest) == 3
 
 
 def test_killed_before_every_system_call_of_a_save(zygote, tmp_path):
